@@ -78,7 +78,7 @@ async def _close(compiler: GrammarCompiler) -> None:
 
 def _summary(outcomes: dict[str, Outcome]) -> dict[str, object]:
     compiled = [outcome for outcome in outcomes.values() if not outcome.refusal]
-    refusals = Counter(_reason(outcome.refusal) for outcome in outcomes.values() if outcome.refusal)
+    refusals = Counter(reason(outcome.refusal) for outcome in outcomes.values() if outcome.refusal)
     compile_ms = np.array([outcome.compile_s * 1e3 for outcome in compiled] or [0.0])
     finished = sum(outcome.num_finished for outcome in compiled)
     wrong = [f"{label}: {text}" for label, outcome in outcomes.items() for text in outcome.wrong]
@@ -96,7 +96,7 @@ def _summary(outcomes: dict[str, Outcome]) -> dict[str, object]:
     }
 
 
-def _reason(refusal: str) -> str:
+def reason(refusal: str) -> str:
     """The refusal without what is a schema's own: paths, names and numbers."""
     text = re.sub(r" at \S+", "", refusal)
     return re.sub(r"\d+", "N", re.sub(r"^(.*?'[^']*')(.*)$", lambda found: found[1] + _quoted(found[2]), text))[:160]

@@ -1,13 +1,14 @@
 """Guided decoding through the whole mesh over HTTP, with the CPU worker and the tiny model: conformance, kills, bombs.
 
-    python bench/guided_mesh.py conformance > bench/results/guided-mesh.json
+    python bench/guided_mesh.py conformance --generated 440 --store 220 > bench/results/guided-mesh.json
     python bench/guided_mesh.py kills --rounds 10 > bench/results/guided-kills.json
     python bench/guided_mesh.py bombs > bench/results/guided-bombs.json
 
-conformance: a text of each schema at temperature 1, held against jsonschema; texts that their length ended are counted
-apart, and refusals by their code. kills: each daemon dies once a round while guided outputs, n = 2 and tool calls run;
-"equal" counts the answers that are the bytes of an undisturbed run. bombs: seconds between the tokens of free streams
-beside an ambiguous grammar, whose masks take ever longer, and without it. Prints one JSON object.
+conformance: texts of each schema at temperature 1 until one ends by itself, which is held against jsonschema; schemas
+whose texts all ended by their length are named, and so are those that are refused, by reason. kills: each daemon dies
+once a round while guided outputs, n = 2 and tool calls run; "equal" counts the answers that are the bytes of an
+undisturbed run. bombs: seconds between the tokens of free streams beside an ambiguous grammar, whose masks take ever
+longer, and without it. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from guided_conformance import reason  # noqa: E402
 from support.conformance.checks import misfit  # noqa: E402
-from support.conformance.real_schemas import tool_schemas  # noqa: E402
+from support.conformance.real_schemas import store_schemas, tool_schemas  # noqa: E402
 from support.conformance.schema_generator import SchemaGenerator  # noqa: E402
 from support.http import http_address  # noqa: E402
 from support.mesh import SERVICES, Mesh, running_mesh  # noqa: E402
@@ -50,34 +52,50 @@ BOMB = 'root ::= s\ns ::= "a" | s s | s s s'
 
 
 async def conformance(options: argparse.Namespace) -> dict[str, object]:
-    schemas: dict[str, object] = {f"seed {seed}": SchemaGenerator(seed).schema() for seed in range(options.generated)}
-    schemas |= dict(list(tool_schemas().items())[: options.tools])
+    schemas = _schemas(options)
     counts: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
+    refused: dict[str, list[str]] = {}
     wrong: list[str] = []
+    unfinished: list[str] = []
     turns = asyncio.Semaphore(options.streams)
     async with running_mesh("cpu") as mesh, _http(mesh) as http:
 
-        async def one(label: str, schema: object, seed: int) -> None:
+        async def one(label: str, schema: object) -> None:
             text_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            body = {"model": NAME, "prompt": "JSON:", "temperature": 1.0, "seed": seed, "max_tokens": options.tokens}
-            async with turns:
-                answer = await http.post("/v1/completions", json={**body, "response_format": text_format})
-            if answer.status_code != 200:
-                counts["refused"] += 1
-                refused[answer.json()["error"]["code"]] += 1
-                return
-            choice = answer.json()["choices"][0]
-            if choice["finish_reason"] != "stop":
-                counts["unfinished"] += 1
-                return
-            counts["finished"] += 1
-            if why := misfit(schema, choice["text"].encode()):
-                wrong.append(f"{label}: {choice['text'][:200]} ({why[:100]})")
+            body = {"model": NAME, "prompt": "JSON:", "temperature": 1.0, "max_tokens": options.tokens}
+            for seed in range(options.texts):
+                async with turns:
+                    asked = {**body, "seed": seed, "response_format": text_format}
+                    answer = await http.post("/v1/completions", json=asked)
+                if answer.status_code != 200:
+                    error = answer.json()["error"]
+                    refused.setdefault(f"{error['code']}: {reason(error['message'])}", []).append(label)
+                    return
+                counts["texts"] += 1
+                choice = answer.json()["choices"][0]
+                if choice["finish_reason"] == "stop":
+                    if why := misfit(schema, choice["text"].encode()):
+                        wrong.append(f"{label}: {choice['text'][:200]} ({why[:100]})")
+                    counts["finished"] += 1
+                    return
+            unfinished.append(label)
 
-        await asyncio.gather(*(one(*item, seed) for seed, item in enumerate(schemas.items())))
+        await asyncio.gather(*(one(*item) for item in schemas.items()))
         bugs = list(mesh.bugs)
-    return {"schemas": len(schemas), **counts, "refused_by_code": refused, "wrong": wrong, "bugs": bugs}
+    num_refused = sum(map(len, refused.values()))
+    by_reason = dict(sorted(refused.items(), key=lambda pair: -len(pair[1])))
+    totals = {"schemas": len(schemas), "compiled": len(schemas) - num_refused, **counts, "refused": num_refused}
+    return {**totals, "wrong": wrong, "bugs": bugs, "unfinished": sorted(unfinished), "refused_by_reason": by_reason}
+
+
+def _schemas(options: argparse.Namespace) -> dict[str, object]:
+    schemas: dict[str, object] = {f"seed {seed}": SchemaGenerator(seed).schema() for seed in range(options.generated)}
+    schemas |= dict(list(tool_schemas().items())[: options.tools])
+    if options.store:
+        with tempfile.TemporaryDirectory() as folder:
+            real = sorted(store_schemas(Path(folder)).items(), key=lambda pair: len(json.dumps(pair[1])))
+        schemas |= dict(real[: options.store])
+    return schemas
 
 
 async def kills(options: argparse.Namespace) -> dict[str, object]:
@@ -186,8 +204,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shows", choices=("conformance", "kills", "bombs"))
     parser.add_argument("--generated", type=int, default=400, help="number of generated schemas")
-    parser.add_argument("--tools", type=int, default=60, help="number of tool definitions")
-    parser.add_argument("--tokens", type=int, default=400, help="most tokens of a text")
+    parser.add_argument("--tools", type=int, default=150, help="number of tool definitions")
+    parser.add_argument("--store", type=int, default=0, help="number of SchemaStore's schemas, the smallest")
+    parser.add_argument("--tokens", type=int, default=600, help="most tokens of a text")
+    parser.add_argument("--texts", type=int, default=3, help="most texts of a schema, until one ends by itself")
     parser.add_argument("--streams", type=int, default=8, help="requests at a time")
     parser.add_argument("--rounds", type=int, default=10, help="kills of each daemon")
     parser.add_argument("--ahead-s", type=float, default=8.0, help="head start of the bombs")

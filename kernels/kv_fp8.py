@@ -28,7 +28,7 @@ def to_fp8(rows: torch.Tensor) -> torch.Tensor:
 
 
 def put_rows(tokens_SKd: torch.Tensor, places_N: torch.Tensor, rows_NKd: torch.Tensor) -> None:
-    """Writes rows [N, K, d] to places of a pool plane, converted to its dtype."""
+    """Writes rows [N, K, d] to indices of a pool plane, converted to its dtype."""
     if tokens_SKd.dtype != KV_FP8:
         tokens_SKd[places_N] = rows_NKd.to(tokens_SKd.dtype)
         return

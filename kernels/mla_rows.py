@@ -2,7 +2,7 @@
 
     q [T, H (n + r)] --n--> x key expansion --> [T, H, R] \\
                      --r--> RoPE ------------> [T, H, r] -+-> queries [T, H, C]
-    kv [T, C]        --R--> RMSNorm, --r--> RoPE -> latents [S, C] at the row's place
+    kv [T, C]        --R--> RMSNorm, --r--> RoPE -> latents [S, C] at the row's KV index
     attention [T, H, R]     x value expansion -> [T, H, v]
 
 T rows, H heads, n / r / v plain, RoPE and value dims of a head, R rank, C = R + r, S tokens of the pool.
@@ -37,7 +37,7 @@ def _write_latent(
     kv_at, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A row's normed latent and its RoPE key, to its place in the pool."""
+    """A row's normed latent and its RoPE key, to its index in the pool."""
     c = tl.arange(0, BLOCK_R)
     latent = tl.load(kv_at + c, mask=c < R, other=0.0)
     w = tl.load(norm_ptr + c, mask=c < R, other=0.0).to(tl.float32)
@@ -111,7 +111,7 @@ def mla_rows(
     *,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """Writes each row's normed latent and its RoPE key to its place in the pool. Returns queries [T, H, C], of which
+    """Writes each row's normed latent and its RoPE key to its index in the pool. Returns queries [T, H, C], of which
     the last r numbers are set: those of q with RoPE.
 
     q [T, H, n + r] and kv [T, C]: features contiguous, rows may be strided. latents_SC contiguous, of any floating
@@ -145,11 +145,11 @@ def mla_rows_reference(
     rope, rank, positions = 2 * angles.cos.shape[1], norm.weight_R.shape[0], target.positions_T.long()
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
     pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
-    places = pages * target.page_size + positions % target.page_size
+    kv_indices = pages * target.page_size + positions % target.page_size
     latent_TR = rms_norm_reference(kv_TC[:, :rank], norm.weight_R, norm.eps)
     with_rope = partial(apply_rope, cos_T1h=cos_T1h, sin_T1h=sin_T1h, is_interleaved=norm.is_interleaved)
     key_Tr = with_rope(kv_TC[:, None, rank:]).squeeze(1).to(kv_TC.dtype)
-    latents_SC[places] = torch.cat((latent_TR, key_Tr), dim=1).to(latents_SC.dtype)
+    latents_SC[kv_indices] = torch.cat((latent_TR, key_Tr), dim=1).to(latents_SC.dtype)
     out_THC = q_THY.new_zeros(*q_THY.shape[:2], rank + rope)
     out_THC[..., rank:] = with_rope(q_THY[..., -rope:])
     return out_THC

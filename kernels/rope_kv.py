@@ -22,7 +22,7 @@ _HEADS = 16
 
 
 class KvTarget(NamedTuple):
-    """Places of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
+    """KV indices of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
     int32 [slots, pages]."""
 
     positions_T: torch.Tensor
@@ -176,12 +176,12 @@ def rope_write_kv(
     *,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns the queries [T, H, d] with RoPE; writes keys with RoPE, and values, at each row's place in the pool.
+    """Returns the queries [T, H, d] with RoPE; writes keys with RoPE, and values, at each row's index in the pool.
 
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous); its norm input [T, D] and bias
     [(H + 2K) d] are contiguous, and eps is that of `norms`.
     keys and values [S, K, d]: contiguous, or the first d of [S, K, stored d]; of any floating dtype, to which numbers
-    of qkv's are rounded, to FP8 once and clamped to what it holds. Two rows may not share a place, but for those of a
+    of qkv's are rounded, to FP8 once and clamped to what it holds. Two rows may not share an index, but for those of a
     dummy slot, whose page then holds any of them.
 
     With head norms, which come together, every head of queries and keys is RMS-normalised behind norm and bias. float32
@@ -242,14 +242,14 @@ def rope_write_kv_reference(
         q_THd, k_TKd = _head_normed(q_THd, norms.query, norms.eps), _head_normed(k_TKd, norms.key, norms.eps)
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
     pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
-    places = pages * target.page_size + positions % target.page_size
+    kv_indices = pages * target.page_size + positions % target.page_size
     q_THd, k_TKd = apply_rope(q_THd, cos_T1h, sin_T1h), apply_rope(k_TKd, cos_T1h, sin_T1h)
     if factors_X is not None:
         q_H1, k_K1, v_K1 = factors_X[:, None].split((num_heads, num_kv_heads, num_kv_heads))
         q_THd, k_TKd, v_TKd = q_THd * q_H1, k_TKd * k_K1, v_TKd * v_K1
     is_fp8 = keys_SKd.dtype == KV_FP8
-    put_rows(keys_SKd, places, k_TKd if is_fp8 else k_TKd.to(dtype))
-    put_rows(values_SKd, places, v_TKd if is_fp8 else v_TKd.to(dtype))
+    put_rows(keys_SKd, kv_indices, k_TKd if is_fp8 else k_TKd.to(dtype))
+    put_rows(values_SKd, kv_indices, v_TKd if is_fp8 else v_TKd.to(dtype))
     rotated_THd: torch.Tensor = q_THd.to(dtype)
     return rotated_THd
 

@@ -3,8 +3,9 @@
 python tests/run_tests.py daily|compose [PYTEST-ARGUMENT...]
 
 The daily suite runs in three processes, for two cores: one of tests that compute, and two of tests that mostly wait,
-the second of which begins in the middle of the list. Only the first imports torch and transformers. It ends earlier,
-and then takes files of the others from the end of the list.
+the second of which begins in the middle of the list. Only the first imports torch and transformers. A process that is
+through takes files of the others from the end of their lists: the computing one any that wait, the others those in
+SHARED, which compute without torch.
 
 Tests of real processes (tests/mesh, tests/compose) meet whatever machine there is: at most two that failed are run once
 more, alone. Any other test that fails, fails the run. Every first failure is written with its output to
@@ -34,6 +35,24 @@ COMPUTING = (
     "tests/contract",
     "tests/mesh/test_vectors.py",
     "tests/mesh/test_scheduler_service.py",
+)
+# By CPU time, the longest last: what computes and imports no torch.
+SHARED = (
+    "tests/contract/test_protos_compatible.py",
+    "tests/unit/test_http_bodies.py",
+    "tests/unit/test_chat_parsers.py",
+    "tests/unit/test_poison_requests.py",
+    "tests/unit/test_detokenizer_output_decoder.py",
+    "tests/contract/test_unary_gate.py",
+    "tests/contract/test_runtime_lifecycle.py",
+    "tests/unit/test_planner_machine.py",
+    "tests/contract/test_queue_policy_contract.py",
+    "tests/contract/test_stubs_current.py",
+    "tests/unit/test_asynchronous_worker.py",
+    "tests/mesh/test_scheduler_service.py",
+    "tests/unit/test_scheduler_hour.py",
+    "tests/unit/test_radix_machine.py",
+    "tests/unit/test_bench_scheduler.py",
 )
 RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
 MOST_RERUN = 2
@@ -131,7 +150,13 @@ def main(suite: str, arguments: list[str]) -> int:
 def _daily(folder: Path, arguments: list[str]) -> int:
     waiting = _waiting_files()
     middle = len(waiting) // 2
-    orders = [waiting, [*waiting[middle:], *waiting[:middle]], [*COMPUTING, *reversed(waiting)]]
+    shared = [name for name in SHARED if (ROOT / name).is_file()]
+    computing = _files_under(COMPUTING)
+    orders = [
+        [*waiting, *reversed(shared)],
+        [*waiting[middle:], *waiting[:middle], *reversed(shared)],
+        [*(name for name in computing if name not in shared), *shared, *reversed(waiting)],
+    ]
     with tempfile.TemporaryDirectory() as claims, ExitStack() as stack:
         # The first says at once what it does, the others when all are through.
         outputs = [None, *(stack.enter_context(tempfile.TemporaryFile("w+")) for _ in orders[1:])]
@@ -154,8 +179,17 @@ def _daily(folder: Path, arguments: list[str]) -> int:
 
 def _waiting_files() -> list[str]:
     """Test files of the daily suite that are not in COMPUTING."""
-    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    return [name for name in found if not name.startswith((*COMPUTING, "tests/compose/"))]
+    return [name for name in _files_under(("tests",)) if not name.startswith((*COMPUTING, "tests/compose/"))]
+
+
+def _files_under(names: Sequence[str]) -> list[str]:
+    """Test files, and those in folders."""
+    paths = [
+        path
+        for name in names
+        for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("test_*.py")))
+    ]
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def _pytest(arguments: list[str], report: Path) -> int:

@@ -180,8 +180,8 @@ def compile_part(part: int) -> dict[str, object]:
 
 def _watched(text: str) -> str:
     """A kernel in which a wait that does not end is an error, of its process alone."""
-    assert "kMaxTurns = 0" in text
-    return text.replace("kMaxTurns = 0", "kMaxTurns = 1 << 20")
+    assert "kMaxPolls = 0" in text
+    return text.replace("kMaxPolls = 0", "kMaxPolls = 1 << 20")
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

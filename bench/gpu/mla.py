@@ -37,9 +37,11 @@ from radixmesh.kernels.attention.mla_decode import (
     mla_shared_workspace,
 )
 from radixmesh.kernels.attention.mla_extend import mla_extend
+from radixmesh.kernels.attention.mla_prompt import chunk_tokens, mla_prompt
 from radixmesh.kernels.attention.prefix_groups import PrefixGroup
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 from radixmesh.kernels.attention.split_schedule import SplitConfig
+from radixmesh.kernels.mla_rows import head_gemm_reference
 
 _RANK, _ROPE = 512, 64
 _LATENT = _RANK + _ROPE
@@ -62,6 +64,9 @@ _SPLITS = {
     128: ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2)),
 }
 _PREFIXES = ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2))
+# (heads, chunks, tokens of each, tokens before them): in the up-projected form beside the absorbed one
+_PROMPTS = ((16, 16, 512, 0), (16, 1, 8192, 0), (16, 4, 2048, 2048), (128, 4, 512, 0), (128, 1, 4096, 0))
+_PROMPT_BLOCKS = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (128, 64, 8, 3))
 _CHUNKS = ((64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 3), (64, 32, 4, 3), (128, 32, 8, 3))
 
 Record = dict[str, object]
@@ -147,6 +152,35 @@ def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int
     _check(out[last], q[last], pool, tables[0], slots[:2], lens[:2])
     pairs = chunks * (new * before + new * (new + 1) // 2)
     return _figures(_micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
+
+
+def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int]) -> Record:
+    """Microseconds of both forms, from queries to results by head. Plain and value dims of a head are 128."""
+    heads, chunks, new, before = case
+    _, slots, lens = _rows(chunks, heads, before + new)
+    starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
+    tables = pool.tables(chunks, before + new)[:4]
+    expand = torch.randn(heads, 256, _RANK, device="cuda", dtype=torch.bfloat16) * _RANK**-0.5
+    q = torch.randn(chunks * new, heads, 128 + _ROPE, device="cuda", dtype=torch.bfloat16)
+    absorbed = q.new_empty(len(q), heads, _LATENT)
+    absorbed[..., _RANK:] = q[..., 128:]
+    latents, values = q.new_empty(len(q), heads, _RANK), q.new_empty(len(q), heads, 128)
+    tuned = ExtendConfig(**dict(zip(("block_m", "block_n", "num_warps", "num_stages"), config, strict=True)))
+
+    def absorb(turn: int) -> torch.Tensor:
+        head_gemm_reference(q[..., :128], expand[:, :128].transpose(1, 2), absorbed[..., :_RANK])
+        mla_extend(absorbed, pool.latents_SC, tables[turn], slots, starts, lens, 1, _SCALE, latents)
+        return head_gemm_reference(latents, expand[:, 128:])
+
+    def project(turn: int) -> torch.Tensor:
+        tokens = chunk_tokens(tables[turn], slots, lens, 1, chunks * (before + new))
+        return mla_prompt(q, pool.latents_SC, tokens, expand, starts, lens, _SCALE, values, tuned)
+
+    out, want = project(0).float(), absorb(0).float()
+    if not float((out - want).norm() / want.norm()) < 0.02:
+        raise RuntimeError("the two forms differ")
+    times = [round(_micros(form, len(tables)), 1) for form in (absorb, project)]
+    return dict(zip(("absorbed_us", "projected_us"), times, strict=True))
 
 
 def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
@@ -241,6 +275,9 @@ def _all(pool: _Pool, *, is_short: bool = False) -> Iterator[Callable[[], Record
     for shared, config in itertools.product(_SHARED[:few], _PREFIXES):
         about = {"kind": "shared", "groups": shared, "config": config}
         yield lambda a=about, x=shared, c=config: a | _tried(lambda: _shared(pool, x, c))
+    for prompt, config in itertools.product(_PROMPTS[:few], _PROMPT_BLOCKS):
+        about = {"kind": "prompt", "case": prompt, "config": config}
+        yield lambda a=about, x=prompt, c=config: a | _tried(lambda: _prompt(pool, x, c))
     for chunks, chunk_config in itertools.product(_EXTENDS[-1:] if is_short else _EXTENDS, _CHUNKS):
         about = {"kind": "extend", "chunks": chunks, "config": chunk_config}
         yield lambda a=about, x=chunks, c=chunk_config: a | _tried(lambda: _extend(pool, x, c))

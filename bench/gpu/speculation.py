@@ -3,8 +3,9 @@
     python bench/gpu/speculation.py > bench/results/h200-speculation.json
 
 In process, as bench/gpu/verify.py. The weights of the last matrix are zero, so that every token is id 0, and a drafter
-proposes that with the probability `acceptance`, another id otherwise, each position by itself. ngram at acceptance 0:
-the device searches prompts that repeat nothing. Steps follow each other, two ahead of the one that is read.
+proposes that with the probability `acceptance`, another id otherwise, each position by itself. ngram: every draft is
+right, once two tokens are there. ngram, wrong: the device searches, and proposes another id; adaptive: only while it
+pays. Steps follow each other, two ahead of the one that is read.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from gpu.steps import Bench
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
 
 _STEPS_AHEAD = 2
 
@@ -47,6 +51,22 @@ def forced(acceptance: float, seed: int = 0) -> Drafter:
         return np.where(is_right[sample.position : sample.position + most], 0, 1).tolist()
 
     return EachRow(draft)
+
+
+class WrongNgrams(NgramDrafter):
+    """Searches as much, and is right nowhere."""
+
+    def on_device(self) -> DeviceDrafter:
+        return _WrongOnDevice(super().on_device())
+
+
+class _WrongOnDevice(DeviceDrafter):
+    def __init__(self, search: DeviceDrafter) -> None:
+        self._search = search
+
+    def propose(self, inputs: DraftInputs, state: SlotLengths) -> None:
+        self._search.propose(inputs, state)
+        inputs.window_WB.fill_(1)
 
 
 class SpeculationBench(Bench):
@@ -104,7 +124,7 @@ def main() -> None:
     parser.add_argument("--acceptances", type=float, nargs="*", default=[0.7, 0.0])
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=200)
     args = parser.parse_args()
     settings = DeviceSettings(
         dtype="bfloat16",
@@ -122,15 +142,22 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
-    runner.model.zero_logits()
+    with torch.inference_mode():
+        runner.model._head._w_NK.zero_()
     bench = SpeculationBench(runner, num_slots=max(args.rows))
     bench.decode(1, 200, 50)
-    plain = {rows: rows / bench.decode(rows, args.context + args.tokens // 2, 64)[0] for rows in args.rows}
+    plain = {rows: rows / bench.decode(rows, args.context + args.tokens // 2, args.tokens)[0] for rows in args.rows}
     results = []
-    drafters = [(f"forced {share}", forced(share), 1) for share in args.acceptances]
-    for name, drafter, most_rows in [("ngram, nothing found", NgramDrafter(), max(args.rows)), *drafters]:
+    cases = [(f"forced {share}", forced(share), 1, False) for share in args.acceptances]
+    cases += [("ngram", NgramDrafter(), 1, False), ("ngram, adaptive", NgramDrafter(), max(args.rows), True)]
+    cases += [
+        ("ngram, wrong", WrongNgrams(), 1, False),
+        ("ngram, wrong, adaptive", WrongNgrams(), max(args.rows), True),
+    ]
+    for name, drafter, most_rows, is_adaptive in cases:
         graph_rows = tuple(rows for rows in sorted(args.rows) if rows <= most_rows)
-        runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows)
+        lengths = DraftLengths(max(args.rows), args.drafts) if is_adaptive else None
+        runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows, lengths=lengths)
         for rows in graph_rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)
             speed = {

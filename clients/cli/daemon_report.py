@@ -18,7 +18,7 @@ from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 class _Answer(NamedTuple):
     epoch: int | None
     load: str
-    figures: Mapping[str, int | str]
+    figures: Mapping[str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class DaemonReport:
     health: str
     epoch: int | None = None
     load: str = ""
-    figures: Mapping[str, int | str] = field(default_factory=dict)
+    figures: Mapping[str, int | float | str] = field(default_factory=dict)
     """The same as `load`, for programs."""
 
 
@@ -82,7 +82,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         parts.append(f"{state.quarantined_pages} quarantined")
     if state.expert_balancedness:
         parts.append(f"experts balanced {state.expert_balancedness:.2f}")
-    figures: dict[str, int | str] = {
+    figures: dict[str, int | float | str] = {
         "kind": "scheduler",
         "group": group,
         "running": load.num_running,
@@ -91,7 +91,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         "cached_pages": load.cached_pages,
         "total_pages": load.total_pages,
         "quarantined_pages": state.quarantined_pages,
-        "expert_balancedness": f"{state.expert_balancedness:.3f}",
+        "expert_balancedness": round(state.expert_balancedness, 3),
     }
     return _Answer(load.epoch, ", ".join(parts), figures)
 
@@ -104,7 +104,7 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
     if what.world_size > 1:
         generation = f"generation {what.group_generation}" if what.group_generation else "in no group"
         rank = f", {_place_of(what)}, {generation}"
-    figures: dict[str, int | str] = {
+    figures: dict[str, int | float | str] = {
         "kind": "worker",
         "backend": what.backend,
         "slots": what.num_slots,
@@ -141,7 +141,7 @@ async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Acces
     schedulers = (await stub.ListSchedulers(request, timeout=timeout_s, metadata=access.metadata)).schedulers
     connected = sum(scheduler.is_connected for scheduler in schedulers)
     running = sum(scheduler.num_running for scheduler in schedulers)
-    figures: dict[str, int | str] = {
+    figures: dict[str, int | float | str] = {
         "kind": "router",
         "running": running,
         "schedulers_connected": connected,

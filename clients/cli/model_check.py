@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from radixmesh.daemons.runtime.errors import MeshError
@@ -102,10 +103,24 @@ def available_memory() -> int:
 
 
 def _unknown_architecture(architecture: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(architecture, known, n=1)
-    hint = f" The nearest that is: {near[0]}." if near else ""
-    named = f"{architecture} is not supported." if architecture else "config.json names no architecture."
+    # By the families' own names: "ForCausalLM" would make all of them alike.
+    families = {name.partition("For")[0]: name for name in reversed(known)}
+    near = difflib.get_close_matches(architecture.partition("For")[0], families, n=1)
+    hint = f" The nearest that is: {families[near[0]]}." if near else ""
+    if architecture:
+        named = (
+            f"{architecture} is not supported: no family here has this name, and no causal model of {_transformers()}."
+        )
+    else:
+        named = "config.json names no architecture."
     return f"{named}{hint} Supported: {', '.join(known)}. See docs/models.md."
+
+
+def _transformers() -> str:
+    try:
+        return f"transformers {version('transformers')}, which runs further families (a newer one may know it)"
+    except PackageNotFoundError:
+        return "transformers, which would run further families (pip install transformers)"
 
 
 def _gib(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,10 @@ def find_model_folder(named: str, *, revision: str | None, say: Callable[[str], 
     return _download(named, revision, say)
 
 
-def served_name(named: str, folder: Path) -> str:
-    """The name by which clients ask for the model: the hub's, or the folder's."""
-    return named if _HUB_NAME.fullmatch(named) and not Path(named).expanduser().is_dir() else folder.resolve().name
+def served_name(named: str) -> str:
+    """The name by which clients ask for the model: the hub's, or the folder's, of a link the link's own."""
+    is_hub_name = _HUB_NAME.fullmatch(named) and not Path(named).expanduser().is_dir()
+    return named if is_hub_name else os.path.basename(os.path.abspath(os.path.expanduser(named)))
 
 
 def _download(name: str, revision: str | None, say: Callable[[str], None]) -> Path:

@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> int:
     try:
         folder = find_model_folder(options.model, revision=options.revision, say=terminal.line)
         model = check_model(folder)
-        names = list(options.served_model_name) or [served_name(options.model, folder)]
+        names = list(options.served_model_name) or [served_name(options.model)]
         worker = _worker_flags(options, folder, names[0], model)
     except (ModelSourceError, ModelCheckError) as error:
         terminal.error(f"radixmesh serve: {error}")
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         _up_arguments(options),
         when_healthy=_greeting(options.port, names[0]),
         asked_by="radixmesh serve",
-        port_flags="another --port or --grpc-port",
+        port_flags="choose another --port or --grpc-port",
     )
 
 
@@ -55,7 +55,7 @@ def serve_environment(model: str, gpu: str) -> Path:
     """
     options = _parser().parse_args([model, "--gpu", gpu])
     folder = find_model_folder(model, revision=None, say=lambda line: None)
-    worker = _worker_flags(options, folder, served_name(model, folder), check_model(folder))
+    worker = _worker_flags(options, folder, served_name(model), check_model(folder))
     _set_environment(options, folder, worker, [])
     return _COMPOSE_FILE
 

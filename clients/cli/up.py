@@ -31,7 +31,7 @@ def run(
     *,
     when_healthy: str = _TRY,
     asked_by: str = "radixmesh up",
-    port_flags: str = "--no-publish (any free ports)",
+    port_flags: str = "publish another port in the compose file, or say --no-publish (any free ports)",
 ) -> int:
     """Runs until Ctrl-C or SIGTERM (0), or until the cluster cannot be started (1).
 
@@ -49,7 +49,7 @@ def run(
         scale = dict(_parse_scale(text) for text in options.scale)
         return asyncio.run(_up(options, scale, terminal, when_healthy))
     except PortTakenError as error:
-        terminal.error(f"{asked_by}: {error}, or say {port_flags}")
+        terminal.error(f"{asked_by}: {error}, or {port_flags}")
     except ClusterError as error:
         terminal.error(f"{asked_by}: {error}")
     return 1

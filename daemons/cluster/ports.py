@@ -38,8 +38,7 @@ def _hold_published(endpoint: Endpoint, port: int) -> socket.socket:
         if error.errno == errno.EACCES:
             raise PortTakenError(f"{endpoint.service} may not use port {port}: publish one above 1023") from error
         raise PortTakenError(
-            f"port {port}, published by {endpoint.service}, is in use; stop what listens there "
-            "(another 'radixmesh up'?) or publish another port in the compose file"
+            f"port {port}, published by {endpoint.service}, is in use; stop what listens there (another mesh?)"
         ) from error
 
 

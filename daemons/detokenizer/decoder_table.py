@@ -148,13 +148,13 @@ class DecoderTable:
     def _check_ids(self, ids: Sequence[int], first_position: int) -> None:
         if not ids or (min(ids) >= 0 and max(ids) < self._vocab_size):
             return
-        place = next(place for place, i in enumerate(ids) if not 0 <= i < self._vocab_size)
+        index = next(index for index, i in enumerate(ids) if not 0 <= i < self._vocab_size)
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
-            f"token {ids[place]} is outside the vocabulary of {self._vocab_size}: check that both ends use one model",
+            f"token {ids[index]} is outside the vocabulary of {self._vocab_size}: check that both ends use one model",
             {
-                "position": str(first_position + place),
-                "id": str(ids[place]),
+                "position": str(first_position + index),
+                "id": str(ids[index]),
                 "vocab_size": str(self._vocab_size),
             },
         )

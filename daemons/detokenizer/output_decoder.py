@@ -76,11 +76,11 @@ class OutputDecoder:
         """
         if self.is_final:
             return ""
-        eos_place = -1
+        eos_index = -1
         if self._eos_ids and not self._eos_ids.isdisjoint(ids):
-            eos_place = next(place for place, i in enumerate(ids) if i in self._eos_ids)
-            num_counted = eos_place + 1
-            ids = ids[: num_counted if self._include_stop else eos_place]
+            eos_index = next(index for index, i in enumerate(ids) if i in self._eos_ids)
+            num_counted = eos_index + 1
+            ids = ids[: num_counted if self._include_stop else eos_index]
             is_last = True
         else:
             num_counted = len(ids)
@@ -150,8 +150,8 @@ class OutputDecoder:
 def _tokens_until(decoder: TextDecoder, ids: Sequence[int], num_chars: int) -> int:
     """Number of leading ids after which the decoder has given num_chars characters. Once per output, when it stops."""
     num_given = 0
-    for place, i in enumerate(ids):
+    for index, i in enumerate(ids):
         num_given += len(decoder.push([i]))
         if num_given >= num_chars:
-            return place + 1
+            return index + 1
     raise AssertionError(f"{len(ids)} ids gave {num_given} characters at once and fewer than {num_chars} one by one")

@@ -49,6 +49,8 @@ def _finished_of(finished: Finished) -> router_pb2.OutputFinished:
             prompt_tokens=finished.prompt_tokens,
             output_tokens=finished.num_output,
             cached_tokens=finished.cached_tokens,
+            accepted_prediction_tokens=finished.accepted_predictions,
+            rejected_prediction_tokens=finished.rejected_predictions,
         ),
         error=finished.error.to_proto() if finished.error is not None else None,
     )

@@ -225,7 +225,7 @@ class Router:
 
     def begin(self, stream: RequestStream, request: Request) -> None:
         request.span = stream.span
-        if not request.resumption:
+        if not request.resumption and request.trace_context != request.resolved.trace_context:
             request.resolved = replace(request.resolved, trace_context=request.trace_context)
         self.schedulers.turns.require_room(request)
         # The message lives as long as its call does, whatever is made of it.

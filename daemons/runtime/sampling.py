@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
@@ -18,6 +19,8 @@ MAX_STOP_IDS = 256
 MAX_LOGIT_BIASES = 1024
 
 _MASK64 = (1 << 64) - 1
+# Of options that are remembered: messages of each kind, and bytes of one.
+_REMEMBERED, _REMEMBERED_BYTES = 512, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,12 @@ def output_seed(seed: int, index: int) -> int:
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     """Checks and converts. Raises INVALID_ARGUMENT naming the field and its range."""
+    # A request is checked at several places, and most clients use the same few options: short ones are remembered.
+    data = message.SerializeToString(deterministic=True) if message.ByteSize() <= _REMEMBERED_BYTES else b""
+    return _known_sampling(data) if data else _sampling_of(message)
+
+
+def _sampling_of(message: common_pb2.SamplingParams) -> Sampling:
     m = message
     sampling = Sampling(
         repetition_penalty=_or(m, "repetition_penalty", 1.0),
@@ -122,6 +131,11 @@ def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
 
 def stop_from_proto(message: common_pb2.StopParams) -> Stop:
     """Checks and converts. Raises INVALID_ARGUMENT or TOO_MANY_STOPS."""
+    data = message.SerializeToString(deterministic=True) if message.ByteSize() <= _REMEMBERED_BYTES else b""
+    return _known_stop(data) if data else _stop_of(message)
+
+
+def _stop_of(message: common_pb2.StopParams) -> Stop:
     m = message
     if m.HasField("max_tokens"):
         _check_range("max_tokens", m.max_tokens, 1, 2**31 - 1)
@@ -164,6 +178,16 @@ def check_stops(stops: Collection[str]) -> None:
             raise _invalid("stop", "a stop string is empty: leave it out")
         if size > MAX_STOP_BYTES:
             raise _too_many("stop (bytes of one string)", size, MAX_STOP_BYTES)
+
+
+@lru_cache(_REMEMBERED)
+def _known_sampling(data: bytes) -> Sampling:
+    return _sampling_of(common_pb2.SamplingParams.FromString(data))
+
+
+@lru_cache(_REMEMBERED)
+def _known_stop(data: bytes) -> Stop:
+    return _stop_of(common_pb2.StopParams.FromString(data))
 
 
 def _or(message: common_pb2.SamplingParams, field: str, default: float) -> float:

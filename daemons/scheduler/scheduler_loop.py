@@ -80,6 +80,7 @@ class SchedulerLoop:
             0.0,
         )  # Steps sent while nothing ran; device time of their results.
         self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
+        self._has_first_tokens = False
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
 
@@ -212,6 +213,10 @@ class SchedulerLoop:
                 self._take(self._results.popleft())
             if self._loss is not None:
                 raise self._loss
+            if self._has_first_tokens and self.planner.num_in_flight:
+                # The worker has its next step: first tokens leave before the one behind that is planned.
+                await asyncio.sleep(0)
+            self._has_first_tokens = False
             await self._send_plans(claimed)
             puts.start(self.planner.grammars.take_wanted())
             self.deliver()
@@ -242,6 +247,7 @@ class SchedulerLoop:
         if oldest is None or oldest.plan.has_forward or not self.planner.num_live:
             self._progress.completed()
         self.streams.deliver(outputs)
+        self._has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
 
     async def _send_plans(self, claimed: ClaimedGroup) -> None:
         planner = self.planner

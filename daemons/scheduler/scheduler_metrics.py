@@ -3,12 +3,14 @@ and then."""
 
 from __future__ import annotations
 
+import numpy as np
 from prometheus_client import Counter
 
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.results.draft_counts import DraftCounts
 
 
 class SchedulerMetrics:
@@ -63,10 +65,20 @@ class SchedulerMetrics:
         self._add("rejected", metrics.requests_rejected, counters.num_rejected)
         self._add("stale", metrics.stale_results, counters.stale_results)
         self._add("violations", metrics.page_invariant_violations, counters.num_page_violations)
+        self._export_drafts(counters.drafts)
         for reason, num in list(counters.finished.items()):
             name = FinishReason(reason).name.lower()
             self._add(f"finished {name}", metrics.requests_finished.labels(name), num)
         self._export_pages(planner)
+
+    def _export_drafts(self, drafts: DraftCounts) -> None:
+        """Positions that no worker has drafted yet are not told, but the first, which begins at 0."""
+        num = max(1, int(np.count_nonzero(drafts.drafted_by_position)))
+        both = zip(drafts.drafted_by_position[:num].tolist(), drafts.accepted_by_position[:num].tolist(), strict=True)
+        for position, (drafted, accepted) in enumerate(both, 1):
+            labels = str(position)
+            self._add(f"drafted {labels}", self._metrics.drafted_tokens.labels(labels), drafted)
+            self._add(f"accepted {labels}", self._metrics.accepted_draft_tokens.labels(labels), accepted)
 
     def _export_rates(self, num_tokens: float, now: float) -> None:
         """num_tokens: output since the last time."""

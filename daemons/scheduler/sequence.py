@@ -89,6 +89,10 @@ class Sequence:
     generation: int = 0
     cached_tokens: int = -1
     """Prompt tokens found in the cache at the first admission; -1 before."""
+    drafted_tokens: int = 0
+    """Tokens that steps of it verified (speculative decoding)."""
+    accepted_tokens: int = 0
+    """Of these, tokens of the output."""
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
     num_prefix_waits: int = 0

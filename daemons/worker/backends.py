@@ -36,6 +36,7 @@ from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import ByGrammar, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
 
@@ -142,7 +143,11 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
         return
     most = speculation.max_drafts
     drafter = ByGrammar(guided, num_forced, drafters().create(speculation.algorithm), most)
-    runner.verify(drafter, max_drafts=max(most, num_forced))
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+
+
+def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
+    return DraftLengths(settings.num_slots, max_drafts) if settings.speculative_adaptive else None
 
 
 def _drafts_nothing(folder: Path) -> MeshError:
@@ -188,7 +193,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             raise _drafts_nothing(folder)
         drafter, most = drafters().create(settings.speculation.algorithm), settings.speculation.max_drafts
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most)
+            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()

@@ -127,7 +127,7 @@ def _mla_split_kernel(
         tl.extra.cuda.gdc_wait()
 
     while work < work_end:
-        # Place within the unit: block of heads, and tiles [tile, last) of it.
+        # Position within the unit: block of heads, and tiles [tile, last) of it.
         unit_begin = tl.load(tile_starts_ptr + unit)
         unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin
@@ -200,10 +200,10 @@ def _mla_split_kernel(
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            place = 2 * program + (tile == 0).to(tl.int32)
-            part_at = parts_ptr + (place * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
+            partial = 2 * program + (tile == 0).to(tl.int32)
+            part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
             tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
-            tl.store(part_lses_ptr + place * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.
@@ -242,9 +242,9 @@ def _merge(
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for part in range(num_parts):
-        # A program's second place holds the unit that it ended in, which is where the unit starts.
-        place = 2 * (first + part) + tl.where(part == 0, 1, 0)
-        lse = tl.load(lses_ptr + place * ROWS + row, cache_modifier=".cg")
+        # A program's second partial result is of the unit that it ended in, which is where the unit starts.
+        partial = 2 * (first + part) + tl.where(part == 0, 1, 0)
+        lse = tl.load(lses_ptr + partial * ROWS + row, cache_modifier=".cg")
         new_highest = tl.maximum(highest, lse)
         total = total * tl.exp2(highest - new_highest) + tl.exp2(lse - new_highest)
         highest = new_highest

@@ -207,7 +207,7 @@ def _split_attention_kernel(
     d = tl.arange(0, DP)
 
     while work < work_end:
-        # Place within the unit: block of heads, and tiles [tile, last) of it.
+        # Position within the unit: block of heads, and tiles [tile, last) of it.
         unit_begin = tl.load(tile_starts_ptr + unit)
         unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin
@@ -326,12 +326,12 @@ def _split_attention_kernel(
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            place = 2 * program + (tile == 0).to(tl.int32)
-            part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :] * PACK
+            partial = 2 * program + (tile == 0).to(tl.int32)
+            part_offset = (partial * PART_ROWS + m)[:, None] * DP + column_dim[None, :] * PACK
             tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
             if PACK == 2:
                 tl.store(parts_ptr + part_offset + 1, acc_odd, mask=is_own & (m < PART_ROWS)[:, None])
-            tl.store(part_lses_ptr + place * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.

@@ -73,9 +73,9 @@ def merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM: 
         outputs = ()
         for part in tl.static_range(AT_ONCE):
             is_part = row * 0 + begin + part < num_parts
-            # A program's second place holds the unit that it ended in, which is where the unit starts.
-            place = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
-            row_offset = place * ROWS + row
+            # A program's second partial result is of the unit that it ended in, which is where the unit starts.
+            partial = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
+            row_offset = partial * ROWS + row
             lses = lses + (tl.load(lses_ptr + row_offset, mask=is_part, other=LOWEST, cache_modifier=".cg"),)
             offset = row_offset[:, None] * DIM + dim[None, :]
             mask = is_part[:, None]

@@ -26,13 +26,13 @@ class DriverError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class BoxOf:
     """A matrix [rows, columns], contiguous, as the copy engine reads it: boxes of so many columns and rows, swizzled by
-    128 bytes. in_turns: the first half of the matrix's rows and the second lie in a box in turns of 8; each half is a
-    multiple of 8, `rows` one of 16."""
+    128 bytes. is_interleaved: a box holds 8 rows of the matrix's first half, then 8 of the second, and so on; each half
+    is a multiple of 8, `rows` one of 16."""
 
     matrix: torch.Tensor
     columns: int
     rows: int
-    in_turns: bool = False
+    is_interleaved: bool = False
 
 
 class Kernel(NamedTuple):
@@ -112,13 +112,13 @@ class CudaDriver:
     def _map(self, box: BoxOf) -> object:
         """CUtensorMap, of 64-bit dimensions columns first."""
         matrix = box.matrix
-        key = (matrix.data_ptr(), matrix.shape, matrix.dtype, box.columns, box.rows, box.in_turns)
+        key = (matrix.data_ptr(), matrix.shape, matrix.dtype, box.columns, box.rows, box.is_interleaved)
         found = self._maps.get(key)
         if found is not None:
             return found
         num_rows, num_columns = matrix.shape
         row_bytes = num_columns * matrix.element_size()
-        if box.in_turns:
+        if box.is_interleaved:
             half = num_rows // 2
             sizes, strides = [num_columns, 8, 2, half // 8], [row_bytes, half * row_bytes, 8 * row_bytes]
             box_sizes = [box.columns, 8, 2, box.rows // 16]

@@ -22,7 +22,7 @@
 // of K from shared memory and sends them to the cluster; that takes 10% longer.
 //
 // Constants set at compile time: kTileN (64, 128, 256), kRows (8 to 256, a multiple of 8: rows of x padded), kStages, kIsGated,
-// kIsHalf, kMinCtas, kSplitK, kMulticast (1, 2, 4; kRows a multiple of 8 times as many), kMaxTurns; `wgmma` for kRows.
+// kIsHalf, kMinCtas, kSplitK, kMulticast (1, 2, 4; kRows a multiple of 8 times as many), kMaxPolls; `wgmma` for kRows.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -233,8 +233,8 @@ DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16*
   const bool is_given = kIsGated && sizes.square_sums;
   if (is_given) load_square_sums(sizes, given);
   multiply(share, sizes, sums, row_square_sums);
-  Befores befores;
-  if (!kIsGated) befores = load_residual(share, sizes, residual, thread_index() / 32);
+  Residuals residuals;
+  if (!kIsGated) residuals = load_residual(share, sizes, residual, thread_index() / 32);
   if (sums_squares(sizes)) send_square_sums(share, row_square_sums);
   if (is_given)
 #pragma unroll
@@ -257,7 +257,7 @@ DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16*
     store_gated(share, sizes, out);
     return;
   }
-  store(share, sizes, out, residual, befores);
+  store(share, sizes, out, residual, residuals);
   if (sizes.square_sums_out) {
     sync_consumers();
     store_square_sums(share, sizes);

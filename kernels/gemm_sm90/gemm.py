@@ -129,7 +129,7 @@ class GemmSm90:
         self._driver.launch(
             prepared,
             torch.cuda.current_stream(x_TK.device).cuda_stream,
-            BoxOf(w_NK, TILE_K, variant.weight_rows, in_turns=is_gated),
+            BoxOf(w_NK, TILE_K, variant.weight_rows, is_interleaved=is_gated),
             BoxOf(x_TK, TILE_K, variant.activation_rows),
             (
                 out.data_ptr(),

@@ -53,7 +53,7 @@ DEVICE void send_sums(const Share& share) {
   }
 }
 
-// A warp stores a band's 64 weight rows in a turn. A lane takes a pair of x's rows and 4 of a warp's 8 lines of sums: those
+// A warp stores a band's 64 weight rows in a step. A lane takes a pair of x's rows and 4 of a warp's 8 lines of sums: those
 // of weight rows n to n + 3 and n + 8 to n + 11, which are 4 features' gate and up, or 8 features in two groups of 4.
 // num_out is a multiple of 8.
 struct Piece {
@@ -62,14 +62,14 @@ struct Piece {
   bool is_column[2];      // Whether the groups are there.
 };
 
-constexpr int kWarps = kConsumers / 32, kBandTurns = kTileN / 64;
+constexpr int kWarps = kConsumers / 32, kBandSteps = kTileN / 64;
 
-DEVICE Piece piece_of(const Share& share, const Sizes& sizes, int turn) {
+DEVICE Piece piece_of(const Share& share, const Sizes& sizes, int step) {
   // Lanes that read at once read of two warps' sums, from other banks.
   const int lane = thread_index() % 32, pair = lane % 4, unit = lane / 4 % 4, half = lane / 16;
-  const int tile_block = turn % kBandTurns, warp = tile_block / kBlocks * 4 + unit;
+  const int tile_block = step % kBandSteps, warp = tile_block / kBlocks * 4 + unit;
   Piece piece;
-  piece.band = first_band(share.part) + turn / kBandTurns;
+  piece.band = first_band(share.part) + step / kBandSteps;
   piece.row = piece.band * 8 + pair * 2;
   piece.column = (tile_block * 4 + unit) * (kIsGated ? 8 : 16) + half * 4;
   piece.from = tile_block % kBlocks * kBlockBytes + warp * kWarpBytes + (half * 16 + pair) * 16;
@@ -85,23 +85,23 @@ DEVICE u64 at_of(const Share& share, const Sizes& sizes, const Piece& piece, int
   return (u64)(piece.row + c) * sizes.num_out + share.tile * kColumns + piece.column + group * 8;
 }
 
-// What a turn's piece is added to: of row c, group.
-struct Befores {
+// What a step's piece is added to: of row c, group.
+struct Residuals {
   uint2 at[2][2];
 };
 
-DEVICE Befores load_residual(const Share& share, const Sizes& sizes, const u16* residual, int turn) {
-  const Piece piece = piece_of(share, sizes, turn);
-  Befores befores;
+DEVICE Residuals load_residual(const Share& share, const Sizes& sizes, const u16* residual, int step) {
+  const Piece piece = piece_of(share, sizes, step);
+  Residuals residuals;
 #pragma unroll
   for (int c = 0; c < 2; ++c)
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       const bool is_there = residual && piece.is_column[group] && piece.row + c < sizes.num_rows;
-      befores.at[c][group] =
+      residuals.at[c][group] =
           is_there ? *(const uint2*)(residual + at_of(share, sizes, piece, c, group)) : uint2{0, 0};
     }
-  return befores;
+  return residuals;
 }
 
 // A piece's lines over all parts, in their order: x's rows' sums of a weight row, then of the one 8 behind it.
@@ -150,16 +150,16 @@ DEVICE float inverse_rms(const Share& share, const Sizes& sizes, int row) {
 
 DEVICE uint2 pack4(float a, float b, float c, float d) { return uint2{pack(a, b), pack(c, d)}; }
 
-// silu(gate) x up of own bands to memory, two turns at once, so that what they read overlaps.
+// silu(gate) x up of own bands to memory, two steps at once, so that what they read overlaps.
 DEVICE void store_gated(const Share& share, const Sizes& sizes, u16* out) {
-  const int num_turns = (first_band(share.part + 1) - first_band(share.part)) * kBandTurns, last = num_turns - 1;
-  for (int turn = thread_index() / 32; turn < num_turns; turn += 2 * kWarps) {
+  const int num_steps = (first_band(share.part + 1) - first_band(share.part)) * kBandSteps, last = num_steps - 1;
+  for (int step = thread_index() / 32; step < num_steps; step += 2 * kWarps) {
     Piece pieces[2];
     float4 sums[2][4];
     float factors[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int own = turn + i * kWarps;
+      const int own = step + i * kWarps;
       pieces[i] = piece_of(share, sizes, own < last ? own : last);
       pieces[i].is_column[0] &= own <= last;
       whole_sums(share, pieces[i], sums[i]);
@@ -183,12 +183,12 @@ DEVICE void store_gated(const Share& share, const Sizes& sizes, u16* out) {
   }
 }
 
-// Own bands to memory; befores: what the first turn's piece is added to.
-DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* residual, Befores befores) {
-  const int num_turns = (first_band(share.part + 1) - first_band(share.part)) * kBandTurns;
-  for (int turn = thread_index() / 32; turn < num_turns; turn += kWarps) {
-    const Befores nexts = load_residual(share, sizes, residual, turn + kWarps);
-    const Piece piece = piece_of(share, sizes, turn);
+// Own bands to memory; residuals: what the first step's piece is added to.
+DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* residual, Residuals residuals) {
+  const int num_steps = (first_band(share.part + 1) - first_band(share.part)) * kBandSteps;
+  for (int step = thread_index() / 32; step < num_steps; step += kWarps) {
+    const Residuals next_residuals = load_residual(share, sizes, residual, step + kWarps);
+    const Piece piece = piece_of(share, sizes, step);
     float4 sums[4];
     whole_sums(share, piece, sums);
 #pragma unroll
@@ -196,7 +196,7 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
       float row_square_sums = 0.0f;
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        const uint2 before = befores.at[c][group];
+        const uint2 before = residuals.at[c][group];
         float numbers[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -210,10 +210,10 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
       // Of 8 columns of a row, of which each lane has its place.
       if (sizes.square_sums_out) {
         const int row = piece.row + c - first_band(share.part) * 8, lane = thread_index() % 32;
-        store_shared(share.base + kSquareSumsAt + (row * kRowPieces + turn % kBandTurns * 8 + lane / 4) * 4, row_square_sums);
+        store_shared(share.base + kSquareSumsAt + (row * kRowPieces + step % kBandSteps * 8 + lane / 4) * 4, row_square_sums);
       }
     }
-    befores = nexts;
+    residuals = next_residuals;
   }
 }
 

@@ -7,7 +7,7 @@
 // prefetched before griddepcontrol.wait; activations and launch_dependents come after it.
 //
 // Constants set at compile time: kTileN (a multiple of 8 x kMulticast to 256), kGroups (1, 2: warpgroups, of 64 rows each),
-// kStages, kIsHalf, kMinCtas, kMulticast (1, 2, 4), kMaxTurns; `wgmma` for kTileN.
+// kStages, kIsHalf, kMinCtas, kMulticast (1, 2, 4), kMaxPolls; `wgmma` for kTileN.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -37,64 +37,64 @@ struct Sizes {
   float* square_sums_out;
 };
 
-// One CTA's place. neighbour: of kMulticast tiles of rows; row, column: the tile's first.
-struct Place {
+// One CTA's tile. base: of its shared memory; neighbour: of kMulticast tiles of rows; row, column: the tile's first.
+struct CtaTile {
   u32 base;
   int neighbour, row, column;
 };
 
-DEVICE u32 rows_at(const Place& place, int stage) { return place.base + stage * kStageBytes; }
-DEVICE u32 weights_at(const Place& place, int stage) { return rows_at(place, stage) + kRowBytes; }
-DEVICE u32 full_barrier(const Place& place, int stage) { return place.base + kBarriersAt + stage * 8; }
-DEVICE u32 empty_barrier(const Place& place, int stage) { return place.base + kBarriersAt + (kStages + stage) * 8; }
+DEVICE u32 rows_at(const CtaTile& cta, int stage) { return cta.base + stage * kStageBytes; }
+DEVICE u32 weights_at(const CtaTile& cta, int stage) { return rows_at(cta, stage) + kRowBytes; }
+DEVICE u32 full_barrier(const CtaTile& cta, int stage) { return cta.base + kBarriersAt + stage * 8; }
+DEVICE u32 empty_barrier(const CtaTile& cta, int stage) { return cta.base + kBarriersAt + (kStages + stage) * 8; }
 
 // Elements outside of the matrices are read as zeros, and are not stored.
-DEVICE void load_weights(const Place& place, const TensorMap* map, int index, int stage) {
-  const int first = place.neighbour * kMulticastColumns;
-  const u32 to = weights_at(place, stage) + first * kTileK * 2, barrier = full_barrier(place, stage);
+DEVICE void load_weights(const CtaTile& cta, const TensorMap* map, int index, int stage) {
+  const int first = cta.neighbour * kMulticastColumns;
+  const u32 to = weights_at(cta, stage) + first * kTileK * 2, barrier = full_barrier(cta, stage);
   if (kMulticast == 1) {
-    load_box(to, map, index * kTileK, place.column, barrier, kEvictFirst);
+    load_box(to, map, index * kTileK, cta.column, barrier, kEvictFirst);
   } else {
-    load_multicast_box(to, map, index * kTileK, place.column + first, barrier, kEvictFirst, (u16)((1u << kMulticast) - 1));
+    load_multicast_box(to, map, index * kTileK, cta.column + first, barrier, kEvictFirst, (u16)((1u << kMulticast) - 1));
   }
 }
 
-DEVICE void load_rows(const Place& place, const TensorMap* map, int index, int stage) {
-  load_box(rows_at(place, stage), map, index * kTileK, place.row, full_barrier(place, stage), kEvictLast);
+DEVICE void load_rows(const CtaTile& cta, const TensorMap* map, int index, int stage) {
+  load_box(rows_at(cta, stage), map, index * kTileK, cta.row, full_barrier(cta, stage), kEvictLast);
 }
 
 // Barriers of all stages, by one thread.
-DEVICE void begin(const Place& place, const TensorMap* w_map, const TensorMap* x_map) {
+DEVICE void begin(const CtaTile& cta, const TensorMap* w_map, const TensorMap* x_map) {
   prefetch_map(w_map);
   prefetch_map(x_map);
   for (int stage = 0; stage < kStages; ++stage) {
-    barrier_init(full_barrier(place, stage), 1);
-    barrier_init(empty_barrier(place, stage), kWarps * kMulticast);
+    barrier_init(full_barrier(cta, stage), 1);
+    barrier_init(empty_barrier(cta, stage), kWarps * kMulticast);
   }
   barrier_init_fence();
 }
 
 // Weight prefetch by one thread, before griddepcontrol.wait: fills the ring.
-DEVICE int load_early(const Place& place, const Sizes& sizes, const TensorMap* w_map) {
+DEVICE int load_early(const CtaTile& cta, const Sizes& sizes, const TensorMap* w_map) {
   const int early = sizes.num_blocks < kStages ? sizes.num_blocks : kStages;
   for (int index = 0; index < early; ++index) {
     // Weights and rows complete one phase: the rows' bytes are expected though their loads are issued later.
-    barrier_expect(full_barrier(place, index), kRowBytes + kWeightBytes);
-    load_weights(place, w_map, index, index);
+    barrier_expect(full_barrier(cta, index), kRowBytes + kWeightBytes);
+    load_weights(cta, w_map, index, index);
   }
   return early;
 }
 
 // The remaining loads, by one thread, after griddepcontrol.wait.
-DEVICE void produce(const Place& place, const Sizes& sizes, const TensorMap* w_map, const TensorMap* x_map, int early) {
-  for (int index = 0; index < early; ++index) load_rows(place, x_map, index, index);
+DEVICE void produce(const CtaTile& cta, const Sizes& sizes, const TensorMap* w_map, const TensorMap* x_map, int early) {
+  for (int index = 0; index < early; ++index) load_rows(cta, x_map, index, index);
   int stage = 0;
   u32 parity = 0;  // Of the phase that ends when the consumers release the stage for the first, second, ... time.
   for (int index = early; index < sizes.num_blocks; ++index) {
-    barrier_wait(empty_barrier(place, stage), parity);
-    barrier_expect(full_barrier(place, stage), kRowBytes + kWeightBytes);
-    load_weights(place, w_map, index, stage);
-    load_rows(place, x_map, index, stage);
+    barrier_wait(empty_barrier(cta, stage), parity);
+    barrier_expect(full_barrier(cta, stage), kRowBytes + kWeightBytes);
+    load_weights(cta, w_map, index, stage);
+    load_rows(cta, x_map, index, stage);
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
@@ -103,14 +103,14 @@ DEVICE void produce(const Place& place, const Sizes& sizes, const TensorMap* w_m
 }
 
 // A warp's wgmmas that read the stage are over: with all warps' arrivals it is free.
-DEVICE void release(const Place& place, int stage) {
+DEVICE void release(const CtaTile& cta, int stage) {
   const int lane = thread_index() % 32;
   sync_warp();
   if (kMulticast == 1) {
-    if (lane == 0) barrier_arrive(empty_barrier(place, stage));
+    if (lane == 0) barrier_arrive(empty_barrier(cta, stage));
   } else if (lane < kMulticast) {
     // Neighbours write weights into this CTA's stage too: each has to know that it is free.
-    barrier_arrive_at(of_cta(empty_barrier(place, stage), lane));
+    barrier_arrive_at(of_cta(empty_barrier(cta, stage), lane));
   }
 }
 
@@ -118,7 +118,7 @@ DEVICE void release(const Place& place, int stage) {
 // 8 j + lane % 4 * 2 + c.
 typedef float Sums[kTileN / 2];
 
-DEVICE void multiply(const Place& place, const Sizes& sizes, Sums& sums) {
+DEVICE void multiply(const CtaTile& cta, const Sizes& sizes, Sums& sums) {
   const int group = thread_index() / 128;
 #pragma unroll
   for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.0f;
@@ -127,15 +127,15 @@ DEVICE void multiply(const Place& place, const Sizes& sizes, Sums& sums) {
   int stage = 0, before = kStages - 1;
   u32 parity = 0;
   for (int index = 0; index < sizes.num_blocks; ++index) {
-    barrier_wait(full_barrier(place, stage), parity);
-    const u32 rows = rows_at(place, stage) + group * 64 * kTileK * 2, weights = weights_at(place, stage);
+    barrier_wait(full_barrier(cta, stage), parity);
+    const u32 rows = rows_at(cta, stage) + group * 64 * kTileK * 2, weights = weights_at(cta, stage);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) wgmma(sums, descriptor(rows + k * 32), descriptor(weights + k * 32));
     wgmma_end();
     // The wgmmas before these are over. Nobody waits for stages that are not filled again.
     wgmma_wait<1>();
-    if (index > 0 && index - 1 + kStages < sizes.num_blocks) release(place, before);
+    if (index > 0 && index - 1 + kStages < sizes.num_blocks) release(cta, before);
     before = stage;
     if (++stage == kStages) {
       stage = 0;
@@ -147,9 +147,9 @@ DEVICE void multiply(const Place& place, const Sizes& sizes, Sums& sums) {
   for (int i = 0; i < kTileN / 2; ++i) pin(sums[i]);
 }
 
-DEVICE void leave_sums(const Place& place, const Sums& sums) {
+DEVICE void leave_sums(const CtaTile& cta, const Sums& sums) {
   const int thread = thread_index(), lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-  const u32 to = place.base + (row * kPitch + lane % 4 * 2) * 4;
+  const u32 to = cta.base + (row * kPitch + lane % 4 * 2) * 4;
 #pragma unroll
   for (int j = 0; j < kTileN / 8; ++j)
 #pragma unroll
@@ -166,66 +166,66 @@ struct Piece {
   bool is_there;
 };
 
-DEVICE Piece piece_of(const Place& place, const Sizes& sizes, int turn) {
-  const int index = turn * kConsumers + thread_index(), row = index / kRowPieces, column = index % kRowPieces * 8;
+DEVICE Piece piece_of(const CtaTile& cta, const Sizes& sizes, int step) {
+  const int index = step * kConsumers + thread_index(), row = index / kRowPieces, column = index % kRowPieces * 8;
   Piece piece;
-  piece.is_there = index < kPieces && place.row + row < sizes.num_rows && place.column + column < sizes.num_out;
-  piece.from = place.base + (row * kPitch + column) * 4;
-  piece.to = (u64)(place.row + row) * sizes.num_out + place.column + column;
+  piece.is_there = index < kPieces && cta.row + row < sizes.num_rows && cta.column + column < sizes.num_out;
+  piece.from = cta.base + (row * kPitch + column) * 4;
+  piece.to = (u64)(cta.row + row) * sizes.num_out + cta.column + column;
   return piece;
 }
 
-struct Befores {
+struct Residuals {
   uint4 at[kBatch];
 };
 
-DEVICE Befores load_residual(const Place& place, const Sizes& sizes, const u16* residual, int turn) {
-  Befores befores;
+DEVICE Residuals load_residual(const CtaTile& cta, const Sizes& sizes, const u16* residual, int step) {
+  Residuals residuals;
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    const Piece piece = piece_of(place, sizes, turn + i);
-    befores.at[i] = residual && piece.is_there ? *(const uint4*)(residual + piece.to) : uint4{0, 0, 0, 0};
+    const Piece piece = piece_of(cta, sizes, step + i);
+    residuals.at[i] = residual && piece.is_there ? *(const uint4*)(residual + piece.to) : uint4{0, 0, 0, 0};
   }
-  return befores;
+  return residuals;
 }
 
-DEVICE void store(const Place& place, const Sizes& sizes, u16* out, const u16* residual, Befores befores) {
-  for (int turn = 0; turn * kConsumers < kPieces; turn += kBatch) {
-    const Befores nexts = load_residual(place, sizes, residual, turn + kBatch);
+DEVICE void store(const CtaTile& cta, const Sizes& sizes, u16* out, const u16* residual, Residuals residuals) {
+  for (int step = 0; step * kConsumers < kPieces; step += kBatch) {
+    const Residuals next_residuals = load_residual(cta, sizes, residual, step + kBatch);
     float4 sums[kBatch][2];
     Piece pieces[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      pieces[i] = piece_of(place, sizes, turn + i);
-      const u32 from = pieces[i].is_there ? pieces[i].from : place.base;
+      pieces[i] = piece_of(cta, sizes, step + i);
+      const u32 from = pieces[i].is_there ? pieces[i].from : cta.base;
       sums[i][0] = load_own(from), sums[i][1] = load_own(from + 16);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const float4 a = sums[i][0], b = sums[i][1];
-      const uint4 before = befores.at[i];
+      const uint4 before = residuals.at[i];
       const uint4 packed = {pack(a.x + low(before.x), a.y + high(before.x)), pack(a.z + low(before.y), a.w + high(before.y)),
                             pack(b.x + low(before.z), b.y + high(before.z)), pack(b.z + low(before.w), b.w + high(before.w))};
       if (pieces[i].is_there) *(uint4*)(out + pieces[i].to) = packed;
-      const int index = (turn + i) * kConsumers + thread_index();
+      const int index = (step + i) * kConsumers + thread_index();
       if (sizes.square_sums_out && index < kPieces) {
         const float sum = sum_of_squares(packed.x) + sum_of_squares(packed.y) + sum_of_squares(packed.z) + sum_of_squares(packed.w);
-        store_shared(place.base + kSquareSumsAt + index * 4, pieces[i].is_there ? sum : 0.0f);
+        store_shared(cta.base + kSquareSumsAt + index * 4, pieces[i].is_there ? sum : 0.0f);
       }
     }
-    befores = nexts;
+    residuals = next_residuals;
   }
 }
 
 // Of the tile's columns.
-DEVICE void store_square_sums(const Place& place, const Sizes& sizes) {
+DEVICE void store_square_sums(const CtaTile& cta, const Sizes& sizes) {
   const int row = thread_index();
-  if (row >= kTileRows || place.row + row >= sizes.num_rows) return;
+  if (row >= kTileRows || cta.row + row >= sizes.num_rows) return;
   float sum = 0.0f;
 #pragma unroll
   for (int piece = 0; piece < kRowPieces; ++piece)
-    sum += load_one(place.base + kSquareSumsAt + (row * kRowPieces + piece) * 4);
-  sizes.square_sums_out[place.column / kTileN * sizes.num_rows + place.row + row] = sum;
+    sum += load_one(cta.base + kSquareSumsAt + (row * kRowPieces + piece) * 4);
+  sizes.square_sums_out[cta.column / kTileN * sizes.num_rows + cta.row + row] = sum;
 }
 
 // Grid: cdiv(num_out, kTileN) x cdiv(num_rows, kTileRows) to a multiple of kMulticast, tiles of rows next to each other, in
@@ -238,35 +238,35 @@ KERNEL gemm_sm90_row_tiled(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, con
   const int num_row_tiles = ((num_rows + kTileRows - 1) / kTileRows + kMulticast - 1) / kMulticast * kMulticast;
   // A CTA's number in its cluster is %cluster_ctarank too: clusters are consecutive CTAs of one axis.
   const int block = block_index();
-  Place place;
-  place.base = (shared_base() + 1023) / 1024 * 1024;
-  place.neighbour = block % kMulticast;
-  place.row = block % num_row_tiles * kTileRows;
-  place.column = block / num_row_tiles * kTileN;
+  CtaTile cta;
+  cta.base = (shared_base() + 1023) / 1024 * 1024;
+  cta.neighbour = block % kMulticast;
+  cta.row = block % num_row_tiles * kTileRows;
+  cta.column = block / num_row_tiles * kTileN;
 
   const bool is_producer = thread_index() == kConsumers;
-  if (is_producer) begin(place, &w_map, &x_map);
+  if (is_producer) begin(cta, &w_map, &x_map);
   // Barriers are there for all that arrive at them, neighbours' boxes too.
   if (kMulticast > 1) {
     cluster_arrive();
     cluster_wait();
   }
   sync_threads();
-  const int early = is_producer ? load_early(place, sizes, &w_map) : 0;
+  const int early = is_producer ? load_early(cta, sizes, &w_map) : 0;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  if (is_producer) produce(place, sizes, &w_map, &x_map, early);
+  if (is_producer) produce(cta, sizes, &w_map, &x_map, early);
   if (thread_index() >= kConsumers) return;
   Sums sums;
-  multiply(place, sizes, sums);
-  const Befores befores = load_residual(place, sizes, residual, 0);
+  multiply(cta, sizes, sums);
+  const Residuals residuals = load_residual(cta, sizes, residual, 0);
   // The ring is no longer read.
   sync_consumers();
-  leave_sums(place, sums);
+  leave_sums(cta, sums);
   sync_consumers();
-  store(place, sizes, out, residual, befores);
+  store(cta, sizes, out, residual, residuals);
   if (sizes.square_sums_out) {
     sync_consumers();
-    store_square_sums(place, sizes);
+    store_square_sums(cta, sizes);
   }
 }

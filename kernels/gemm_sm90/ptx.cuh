@@ -5,7 +5,7 @@
 // "barrier.cluster", "griddepcontrol".
 //
 // Constants set at compile time, beside those of each kernel: kIsHalf (or bfloat16), kMinCtas (CTAs of a multiprocessor that find
-// registers), kMaxTurns (0, or after how many a wait that does not end is an error: to find mistakes); and, for an emulation
+// registers), kMaxPolls (0, or after how many a wait that does not end is an error: to find mistakes); and, for an emulation
 // on a CPU, EMULATED with the primitives. The kernel sets kThreads and kConsumers (those that multiply) ahead of them.
 
 #ifndef EMULATED
@@ -66,9 +66,9 @@ DEVICE bool is_over(u32 barrier, u32 parity) {
 
 // Until the phase of this parity is complete; the first phase of a barrier has parity 0.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
-  int turns = 0;
+  int polls = 0;
   while (!is_over(barrier, parity))
-    if (kMaxTurns && ++turns > kMaxTurns) asm volatile("trap;");
+    if (kMaxPolls && ++polls > kMaxPolls) asm volatile("trap;");
 }
 
 // A box at (column, row) of a matrix, columns first; what lies outside of it is zeros, and counts as bytes too.
@@ -83,7 +83,7 @@ DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barr
       : "memory");
 }
 
-// Of gate and up [2, num_out, K], seen as (K, 8 rows, 2, num_out / 8): 8 rows of gate, then the same of up, in turns.
+// Of gate and up [2, num_out, K], seen as (K, 8 rows, 2, num_out / 8): 8 rows of gate, then 8 of up, interleaved.
 DEVICE void load_gated_box(u32 to, const TensorMap* map, int column, int group, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"

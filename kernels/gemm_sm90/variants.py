@@ -178,7 +178,7 @@ class SmallM(Variant):
         return (
             f"constexpr int kTileN = {self.tile}, kRows = {self.rows}, kStages = {self.stages};\n"
             f"constexpr int kMinCtas = {self.a_multiprocessor}, kSplitK = {self.split_k};\n"
-            f"constexpr int kMulticast = {self.multicast}, kMaxTurns = 0;\n"
+            f"constexpr int kMulticast = {self.multicast}, kMaxPolls = 0;\n"
             f"constexpr bool kIsGated = {str(self.is_gated).lower()}, kIsHalf = {str(self.is_half).lower()};\n"
         )
 
@@ -227,7 +227,7 @@ class RowTiled(Variant):
     def constants(self) -> str:
         return (
             f"constexpr int kTileN = {self.tile}, kGroups = {self.rows // 64}, kStages = {self.stages};\n"
-            f"constexpr int kMinCtas = {self.a_multiprocessor}, kMulticast = {self.multicast}, kMaxTurns = 0;\n"
+            f"constexpr int kMinCtas = {self.a_multiprocessor}, kMulticast = {self.multicast}, kMaxPolls = 0;\n"
             f"constexpr bool kIsHalf = {str(self.is_half).lower()};\n"
         )
 

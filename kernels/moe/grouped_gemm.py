@@ -179,7 +179,7 @@ def routed_experts(
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
     down and at the end. `config` overrides the one for so many rows.
     """
-    (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
+    num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
     _check_variant(variant, w_gate_up_E2FD, w_down_EDF)
     num_picks = routes.expert_ids_TA.shape[1]
@@ -193,10 +193,7 @@ def routed_experts(
         scales_TA, weights_TA = weights_TA, torch.ones_like(weights_TA)
     gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up, variant, scales_TA)
     results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down, variant.b_down_ED)
-    _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
-        results, weights_TA, results if residual_TD is None else residual_TD, out, hidden, A=num_picks,
-        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), HAS_RESIDUAL=residual_TD is not None, num_warps=4,
-    )  # fmt: skip
+    combine(results, weights_TA, residual_TD, out)
     return out
 
 
@@ -243,6 +240,18 @@ def down(
         BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return results_PD
+
+
+def combine(
+    results_PD: torch.Tensor, weights_TA: torch.Tensor, residual_TD: torch.Tensor | None, out_TD: torch.Tensor
+) -> None:
+    """out = residual + the weighted sum of each row's picks, in their order; `out` may be the residual."""
+    num_rows, hidden = out_TD.shape
+    _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
+        results_PD, weights_TA, results_PD if residual_TD is None else residual_TD, out_TD, hidden,
+        A=weights_TA.shape[1], BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)),
+        HAS_RESIDUAL=residual_TD is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def routed_experts_reference(

@@ -138,6 +138,8 @@ def _expand_kernel(
     tl.store(row_slots_ptr + at, tl.where(is_used, slot.to(tl.int32), dummy_slot), mask=is_row)
     tl.store(kv_lens_ptr + at, tl.where(is_used, position + 1, 0), mask=is_row)
     tl.store(num_drafts_ptr + row, tl.where(room > 0, num_drafts, -1))
+    # The token that a prompt's last chunk sampled is the slot's last one, and not among its tokens yet.
+    tl.store(slot_tokens_ptr + slot * slot_tokens_stride + length - 1, last, mask=(room > 0) & (length > 0))
     num_used = tl.where(room > 0, num_drafts + 1, 0)
     tl.store(chunk_slots_ptr + 2 * row, tl.where(room > 0, slot.to(tl.int32), dummy_slot))
     tl.store(chunk_slots_ptr + 2 * row + 1, dummy_slot)

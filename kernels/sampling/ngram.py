@@ -36,8 +36,6 @@ def _ngram_kernel(
         count = 0
         # Padding has a slot without a text, and length 0.
         if length > 0:
-            # The token that a prompt's last chunk sampled is the slot's last one, and not in its text yet.
-            tl.store(text_ptr + length - 1, last)
             num_ends = tl.minimum(length - 1, window)
             first = length - 1 - num_ends
             best = tl.full((BLOCK,), 0, tl.int64)
@@ -47,7 +45,7 @@ def _ngram_kernel(
                 is_equal = end < length - 1
                 num_equal = tl.zeros((BLOCK,), tl.int64)
                 for back in tl.static_range(MAX_MATCH):
-                    # The last token comes from where it is sure to be: the store above may not be seen yet.
+                    # The last token may not be among the slot's tokens yet: `expand_drafts` writes it there.
                     suffix = last
                     if back > 0:
                         suffix = tl.load(text_ptr + length - 1 - back, mask=back < length, other=-1)
@@ -75,7 +73,7 @@ def propose_ngrams(inputs: DraftInputs, state: SlotLengths, *, min_match: int, m
     """Writes drafts of the rows whose `starts` is negative: up to counts[row] of them into window_WB, with their start
     and number. Rows with a start keep what the host sent. Can be captured in a graph.
 
-    state.tokens_SL holds prompt and output of every slot but the last token, which is written to it here.
+    state.tokens_SL holds prompt and output of every slot but the last token.
     """
     num_rows, num_drafts = len(inputs.slots), len(inputs.window_WB)
     assert 1 <= min_match <= max_match and window >= 1, (min_match, max_match, window)

@@ -14,7 +14,7 @@ from support.wire import Refusal, raw_channel, refusal_from, refusal_of
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.turns import Turns
+from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
 from radixmesh.daemons.runtime.rpc.unary_gate import Room, UnaryLimits
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
@@ -154,10 +154,10 @@ async def test_a_peer_may_hold_three_quarters_of_the_room() -> None:
 
 
 async def test_turns_go_to_the_peer_that_holds_least() -> None:
-    turns, order, go = Turns(1, max_per_peer=1, max_waiting=5), list[str](), asyncio.Event()
+    semaphore, order, go = FairSemaphore(1, max_per_peer=1, max_waiting=5), list[str](), asyncio.Event()
 
     async def call(peer: str) -> None:
-        async with turns.place(peer):
+        async with semaphore.permit(peer):
             order.append(peer)
             await go.wait()
 
@@ -173,10 +173,10 @@ async def test_turns_go_to_the_peer_that_holds_least() -> None:
 
 
 async def test_where_too_many_wait_the_peer_with_most_of_them_gives_way() -> None:
-    turns, order, go = Turns(1, max_per_peer=1, max_waiting=4), list[str](), asyncio.Event()
+    semaphore, order, go = FairSemaphore(1, max_per_peer=1, max_waiting=4), list[str](), asyncio.Event()
 
     async def call(name: str) -> None:
-        async with turns.place(name[0]):
+        async with semaphore.permit(name[0]):
             order.append(name)
             await go.wait()
 

@@ -42,7 +42,7 @@ ROUTES: Mapping[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
 }
 _USER = {"role": "user", "content": "x"}
-_BASES: Mapping[str, dict[str, object]] = {
+BASES: Mapping[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [_USER], "max_tokens": 1},
     "/v1/messages": {"messages": [_USER], "max_tokens": 1},
@@ -229,7 +229,7 @@ def bodies(size: int) -> Iterator[HostileBody]:
 
 
 def _body(path: str, field: str, value: object) -> bytes:
-    base = dict(_BASES[path])
+    base = dict(BASES[path])
     if path == "/generate" and field in sized_fields(NativeSampling):
         return json.dumps({**base, "sampling_params": {"max_new_tokens": 1, field: value}}).encode()
     if path == "/v1/score" and field in ("text_1", "text_2"):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hostile.http_bodies import ROUTES
+from hostile.http_bodies import BASES, ROUTES
 
 from radixmesh.daemons.router.http.bodies.body import parse_whole
+from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
+from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.runtime.errors import MeshError
 
 Place = tuple[str | int, ...]
@@ -94,6 +97,45 @@ def refusal(path: str, body: object) -> MeshError | None:
     except MeshError as error:
         return error
     return None
+
+
+# Of what a client reads last: an imperative.
+_ADVICE = re.compile(r"\b(send|choose|leave|write|use|set|name) ")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_wrong_value_is_named_and_the_message_says_what_to_send(path: str) -> None:
+    """By fields, as a client that has mixed something up sends them; none of the decoder's own words."""
+    bodies = [(field, {**BASES[path], field: value}) for field in decoders_of(ROUTES[path]) for value in WRONG]
+    refused = 0
+    for field, body in bodies:
+        error = refusal(path, body)
+        if error is None or error.reason_name == "MALFORMED_MESSAGE":
+            continue
+        refused += 1
+        message = error_body(error, path)["error"]
+        message = message["message"] if isinstance(message, dict) else message
+        assert _ADVICE.search(message) and "Expected" not in message, (field, message)
+        assert "$" not in message and error.metadata.get("field"), (field, message)
+    assert refused > 8 * (len(decoders_of(ROUTES[path])) - 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "message"),
+    [
+        ("/v1/completions", "max_tokens", "5", "max_tokens is a text: send a whole number"),
+        ("/v1/completions", "max_tokens", -1, "max_tokens is below 0: send a whole number from there on"),
+        ("/v1/completions", "n", 10**12, "n is too large: send at most 4294967295"),
+        ("/v1/completions", "stop", ["a", 1], "stop.1 is a number: send a text"),
+        ("/v1/completions", "stream", "yes", "stream is a text: send true or false"),
+        ("/v1/completions", "model", "m" * 300, "model is too long: send at most 256 characters"),
+        ("/v1/chat/completions", "messages", "Hi", "messages is a text: send a list"),
+        ("/v1/embeddings", "encoding_format", "x", "encoding_format is none of its values: send float or base64"),
+    ],
+)
+def test_a_wrong_type_is_told_in_plain_words(path: str, field: str, value: object, message: str) -> None:
+    error = refusal(path, {**BASES[path], field: value})
+    assert error is not None and (error.message, error.metadata["field"]) == (message, field)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -102,6 +102,7 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
         if slot != DUMMY:
             assert lengths[slot] == length + count
             assert last_tokens[slot] == (row_sampled[count - 1] if count else last)
+            assert tokens_SL[slot, length - 1] == (last if room > 0 else 0)
             # Of the slot's tokens those that count are what was sampled.
             assert tokens_SL[slot, length : length + count].tolist() == row_sampled[:count]
             used.add(slot)

@@ -55,7 +55,13 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 def test_kernels_of_latent_attention_compile_and_fit(dtype, heads, rank, rope):
     launches = _compiled("latents", dtype, heads, rank, rope)
     names = {launch["kernel"] for launch in launches}
-    assert names >= {"_mla_rows_kernel", "_head_gemm_kernel", "_mla_split_kernel", "_mla_extend_kernel"}
+    assert names >= {
+        "_mla_rows_kernel",
+        "_head_gemm_kernel",
+        "_mla_split_kernel",
+        "_mla_extend_kernel",
+        "_mla_prompt_kernel",
+    }
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 
@@ -75,6 +81,15 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     names = {launch["kernel"] for launch in launches}
     assert names >= {"_route_kernel", "_group_rows_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_of_fp8_experts_compile_and_fit():
+    launches = _compiled("fp8_experts", 7168, 2048, 256, 8, 1, 512, 4096)  # DeepSeek-V3
+    launches += _compiled("fp8_experts", 128, 64, 8, 2, 1, 64)  # tiny-deepseek
+    assert {launch["kernel"] for launch in launches} >= {"_fp8_gate_up_kernel", "_fp8_down_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED and launch["stack"] == 0 for launch in launches), launches
 
 
 @pytest.mark.slow

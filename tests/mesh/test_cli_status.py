@@ -75,6 +75,15 @@ async def test_every_kind_of_daemon_is_recognised_by_its_services():
     assert await report_of() == ("serving", None, "")
 
 
+async def test_figures_for_programs_are_numbers():
+    server, address = await start_server(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, Scheduler())
+    try:
+        figures = (await ask_daemon(address, 5.0)).figures
+    finally:
+        await server.stop(0)
+    assert figures["expert_balancedness"] == 0.913 and figures["free_pages"] == 60
+
+
 async def test_a_daemon_that_does_not_serve_says_why():
     progress = Progress()
     assert (await report_of(None, None, progress))[0] == "loading"

@@ -206,3 +206,27 @@ async def test_loads_measure_the_mesh(folder: Path) -> None:
         for command in of_test("test_loads_measure_the_mesh"):
             printed = await run(at(mesh, command), folder, added={"RADIXMESH_ROUTER": mesh.routers[0]})
             assert "failed" not in printed, printed
+
+
+@pytest.mark.full
+async def test_a_folder_of_the_readers_is_served(folder: Path) -> None:
+    """./my-model is the tiny one; the ports are free ones."""
+    (folder / "my-model").symlink_to(ROOT / "compose" / "models" / "tiny-llama")
+    for command in of_test("test_a_folder_of_the_readers_is_served"):
+        port, grpc_port = free_ports(2)
+        names = re.findall(r"--served-model-name (\S+)", command) or ["my-model"]
+        command = re.sub(r" --port \d+", "", command) + f" --port {port} --grpc-port {grpc_port}"
+        process = await start(command, folder)
+        assert process.stdout is not None
+        printed = ""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while f"is served at http://127.0.0.1:{port}/v1" not in printed:
+                    line = await process.stdout.readline()
+                    assert line, printed
+                    printed += line.decode()
+            answer = await run(f"curl -s http://127.0.0.1:{port}/v1/models", folder)
+            assert [entry["id"] for entry in json.loads(answer)["data"]] == names[0].split(",")
+        finally:
+            kill(process)
+            await process.wait()

@@ -100,7 +100,7 @@ async def test_pages_may_use_nothing_unless_their_origin_is_named(router: HttpPr
     allowed = "access-control-allow-origin"
     refused = await ask(router, "OPTIONS", "/v1/completions", {"origin": PAGE, **question})
     assert (refused.status_code, refused.json()["error"]["code"]) == (405, "WRONG_METHOD")
-    assert allowed not in refused.headers
+    assert allowed not in refused.headers and "--http-cors-origins" in refused.json()["error"]["message"]
     assert allowed not in (await ask(router, "GET", "/v1/models", {"origin": PAGE})).headers
     granted = await ask(shared, "OPTIONS", "/v1/completions", {"origin": PAGE, **question})
     assert (granted.status_code, granted.headers[allowed]) == (200, PAGE), "asked without a key"
@@ -142,3 +142,20 @@ async def test_a_body_in_pieces_that_keeps_the_pace_is_read(router: HttpProcess)
             left -= sent
             await asyncio.sleep(0.8)
         assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "advice"),
+    [
+        ("POST", "/chat/completions", "no such path: did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/completions", "no such path: did you mean /v1/completions?"),
+        ("POST", "/v1/embedding", "no such path: did you mean /v1/embeddings?"),
+        ("GET", "/" + "x" * 1000, "GET /openapi.json lists all"),
+        ("GET", "/v1/completions", "this path takes POST: send that"),
+    ],
+)
+async def test_an_unknown_path_or_method_is_told_with_the_right_one(
+    router: HttpProcess, method: str, path: str, advice: str
+) -> None:
+    message = (await ask(router, method, path, {"content-type": "application/json"})).json()["error"]["message"]
+    assert message.endswith(advice) and len(message) < 300, message

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from support.fault_injection import kill_once
 from support.jobs import Job, recitations
@@ -26,7 +28,7 @@ from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
-NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 4}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 4, "speculative_adaptive": "false"}
 # Texts that repeat themselves: answers are those of transformers.
 GREEDY = ("twelve-days", "the-tyger", "genesis-1", "jabberwocky", "sonnet-18", "chat.tyger-for-ada")
 WORDS = {"regex": "([a-f]{3} ){20,30}end"}
@@ -55,13 +57,18 @@ async def _kill(mesh: Mesh, jobs: list[Job], services: tuple[str, ...]) -> None:
 async def test_a_worker_told_to_draft_by_its_flags_gives_what_it_gives_without() -> None:
     """Prompts share prefixes, so that rows that draft have pages of each other."""
     shared = [50, 51, 52, 53] * 4
-    plain, _ = await _served(shared, speculative_algorithm=SpeculativeAlgorithm.OFF)
-    got, _ = await _served(shared, speculative_algorithm=SpeculativeAlgorithm.NGRAM, speculative_num_steps=4)
+    plain, usages = await _served(shared, speculative_algorithm=SpeculativeAlgorithm.OFF)
+    assert not any(usage.accepted_prediction_tokens or usage.rejected_prediction_tokens for usage in usages)
+    ngram = {"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_num_steps": 4}
+    got, usages = await _served(shared, **ngram, speculative_adaptive=False)
     assert got == plain
+    assert all(usage.accepted_prediction_tokens < usage.output_tokens for usage in usages)
+    assert sum(usage.accepted_prediction_tokens for usage in usages) > 10
+    assert (await _served(shared, **ngram))[0] == plain
 
 
-async def _served(shared: list[int], **settings: object) -> tuple[list[object], scheduler_pb2.GetStateResponse]:
-    """Tokens, logprobs and ends of requests to a scheduler and a worker."""
+async def _served(shared: list[int], **settings: object) -> tuple[list[object], list[common_pb2.Usage]]:
+    """Tokens, logprobs and ends of requests to a scheduler and a worker, and what they used."""
     worker_settings = WorkerSettings(
         backend=Backend.CPU, model=MODEL, page_size=4, num_pages=60, num_slots=4, cpu_threads=1, **settings
     )  # type: ignore[arg-type]
@@ -80,7 +87,9 @@ async def _served(shared: list[int], **settings: object) -> tuple[list[object], 
                 state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=30)
     assert all(seen.finished is not None and seen.finished.error.reason == 0 for seen in outputs)
     assert (state.num_page_violations, state.owned_pages) == (0, 0)
-    return [(seen.tokens, seen.logprobs, seen.finished.reason) for seen in outputs], state
+    return [(seen.tokens, seen.logprobs, seen.finished.reason) for seen in outputs], [
+        seen.finished.usage for seen in outputs
+    ]
 
 
 @pytest.mark.full
@@ -91,6 +100,35 @@ async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte() -> None:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
         await _kill(mesh, jobs, ("scheduler", "worker"))
+
+
+@pytest.mark.full
+async def test_usage_and_metrics_tell_of_drafts() -> None:
+    """One request that repeats a token; the first metrics are zero."""
+    body = {"prompt": "a b a b a b", "max_tokens": 30, "temperature": 0, "logit_bias": {"50": 100}}
+    async with running_mesh("cpu", worker=NGRAM) as mesh, httpx.AsyncClient(timeout=60) as http:
+        url = f"http://{mesh.cluster.address('router', 1, 8000)}/v1/completions"
+        before = await _drafts(http, mesh)
+        assert before == {("drafted", "1"): 0.0, ("accepted", "1"): 0.0}
+        answer = (await http.post(url, json={"model": "tiny-llama", **body})).json()
+        usage = answer["usage"]
+        details = usage["completion_tokens_details"]
+        accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert 15 <= accepted < usage["completion_tokens"] == 30 and rejected >= 0
+        async with asyncio.timeout(60):
+            while (after := await _drafts(http, mesh)) == before:
+                await asyncio.sleep(0.1)
+        assert sum(num for (kind, _), num in after.items() if kind == "accepted") >= accepted
+        assert {position for _, position in after} == {"1", "2", "3", "4"}
+
+
+async def _drafts(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:
+    """The scheduler's counters, by kind and position."""
+    text = (await http.get(f"http://{mesh.cluster.address('scheduler', 1, 9100)}/metrics")).text
+    lines = re.findall(
+        r'^radixmesh_(drafted|accepted)(?:_draft)?_tokens_total{position="(\d+)"} (\S+)', text, re.MULTILINE
+    )
+    return {(kind, position): float(number) for kind, position, number in lines}
 
 
 @pytest.mark.full

@@ -123,7 +123,13 @@ def _mask_launches(head_dim: int, heads: int) -> None:
 def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> None:
     """Everything around attention over latents; plain and value dims of a head are 2 `rope`."""
     from radixmesh.kernels import mla_rows
-    from radixmesh.kernels.attention import decode_attention, mla_decode, mla_extend, shared_prefix_attention
+    from radixmesh.kernels.attention import (
+        decode_attention,
+        mla_decode,
+        mla_extend,
+        mla_prompt,
+        shared_prefix_attention,
+    )
     from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
     rows, plain = 4, 2 * rope
@@ -150,7 +156,11 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
     if shared is not None:
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
-    mla_extend.mla_extend(q, pool, tables, ints, torch.zeros(rows + 1).int(), ints, 1, 0.1, out)
+    starts = torch.zeros(rows + 1).int()
+    mla_extend.mla_extend(q, pool, tables, ints, starts, ints, 1, 0.1, out)
+    tokens = mla_prompt.chunk_tokens(tables, ints[:1], ints[:1] + 3, 1, 3)
+    values = q_THY.new_empty(rows, heads, plain)
+    mla_prompt.mla_prompt(q_THY, pool, tokens, expand, starts[:2], ints[:1] + 3, 0.1, values)
 
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
@@ -165,6 +175,20 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         route.route(logits_TE, groups, torch.zeros(num_experts))
         routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
+
+
+def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:
+    """FP8 experts of steps of so many rows."""
+    from radixmesh.kernels.moe import fp8_grouped_gemm, route
+    from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
+
+    with torch.device("meta"):
+        experts = QuantizedExperts.empty(num_experts, hidden, mlp, torch.device("meta"))
+        for num_rows in rows:
+            x_TD = torch.zeros(num_rows, hidden, dtype=torch.bfloat16)
+            ids_TA, weights_TA = (torch.zeros(num_rows, num_picks, dtype=dtype) for dtype in (torch.int32, torch.float))
+            routes = route.Routes(ids_TA, weights_TA)
+            fp8_grouped_gemm.fp8_routed_experts(x_TD, routes, experts, residual_TD=x_TD, out=x_TD, use_pdl=True)
 
 
 def _runner_launches(folder: Path) -> None:
@@ -208,7 +232,7 @@ def _draft_launches(num_drafts: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE
-    HEADS RANK ROPE; or experts DTYPE HIDDEN MLP EXPERTS ROWS ..."""
+    HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -230,6 +254,9 @@ def main() -> None:
         _mask_launches(int(rest[0]), int(rest[1]))
     elif what == "latents":
         _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
+    elif what == "fp8_experts":
+        hidden, mlp, num_experts, num_picks, *rows = map(int, rest)
+        _fp8_expert_launches(hidden, mlp, num_experts, num_picks, rows)
     else:
         sizes = [int(text) for text in rest[1:]]
         _expert_launches(getattr(torch, rest[0]), sizes[0], sizes[1], sizes[2], sizes[3:])

@@ -94,13 +94,13 @@ V3_SHAPES: Mapping[str, Mapping[str, object]] = {
 SHAPES: Mapping[str, Mapping[str, object]] = {**V2_SHAPES, **V3_SHAPES}
 
 
-def random_deepseek(shape: str, seed: int = 0) -> PreTrainedModel:
-    """A model whose weights are large enough for every part of it to matter in the logits."""
+def random_deepseek(shape: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A model whose weights are large enough for every part of it to matter in the logits. changes: of its config."""
     torch.manual_seed(seed)
     if shape in V2_SHAPES:
-        model: PreTrainedModel = DeepseekV2ForCausalLM(DeepseekV2Config(**V2_SHAPES[shape]))
+        model: PreTrainedModel = DeepseekV2ForCausalLM(DeepseekV2Config(**{**V2_SHAPES[shape], **changes}))
     else:
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**V3_SHAPES[shape]))
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**V3_SHAPES[shape], **changes}))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("norm.weight"):

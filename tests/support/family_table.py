@@ -91,7 +91,7 @@ def runs_on_gpu(folder: Path) -> str:
     architecture = reader.strings("architectures")[0]
     model = registry.model_families().create(architecture).build(reader, placement).model
     try:
-        check_model(architecture, model, is_quantized=False)
+        check_model(architecture, model, form=None)
     except MeshError:
         return "no"
     return "yes"

@@ -15,6 +15,7 @@ FP8 = torch.float8_e4m3fn
 _MAX = 448.0
 _BLOCK = 128
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PROJECTIONS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 class Form(StrEnum):

@@ -30,7 +30,7 @@ class EmulatedGemmSm90:
         command = [
             "g++",
             "-std=c++17",
-            "-O2",
+            "-O1",
             "-ffp-contract=off",
             "-w",
             "-shared",

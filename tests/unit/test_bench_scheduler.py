@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -15,6 +16,11 @@ from radixmesh.cli.bench.step_costs import PARTS, StepCosts
 from radixmesh.cli.bench.step_socket import StepSocket
 
 SMALL = ReplayConfig(workload="tree", num_requests=22, running=16)
+
+
+@functools.cache
+def _small() -> dict[str, object]:
+    return Replay(SMALL).run()
 
 
 def test_prints_one_object_with_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +39,7 @@ def test_prints_one_object_with_the_promised_keys(capsys: pytest.CaptureFixture[
 
 
 def test_all_but_the_costs_is_a_function_of_the_arguments() -> None:
-    first, second = _virtual(Replay(SMALL).run()), _virtual(Replay(SMALL).run())
+    first, second = _virtual(_small()), _virtual(Replay(SMALL).run())
     assert first == second
     assert first != _virtual(Replay(replace(SMALL, seed=99)).run())
 
@@ -49,7 +55,7 @@ def test_with_room_the_hit_rate_is_nearly_the_oracles(workload: str, num_request
 
 
 def test_without_a_cache_there_are_no_hits_and_more_work() -> None:
-    cached, plain = Replay(SMALL).run(), Replay(replace(SMALL, cache="none")).run()
+    cached, plain = _small(), Replay(replace(SMALL, cache="none")).run()
     assert plain["hit_rate"] == 0.0 < _number(cached["hit_rate"])
     assert _number(plain["prefilled_tokens"]) > 3 * _number(cached["prefilled_tokens"])
     assert plain["output_tokens"] == cached["output_tokens"]

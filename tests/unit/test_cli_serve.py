@@ -32,10 +32,12 @@ def _folder(path: Path, architecture: str = "LlamaForCausalLM", *files: str) -> 
     return path
 
 
-def test_a_folder_is_taken_as_it_is() -> None:
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert find_model_folder(str(TINY), revision=None, say=pytest.fail) == TINY
-    assert served_name(str(TINY), TINY) == "tiny-llama"
-    assert served_name("org/name", Path("/cache/snapshots/0123")) == "org/name"
+    assert served_name(str(TINY)) == served_name(f"{TINY}/") == "tiny-llama"
+    (tmp_path / "mine").symlink_to(TINY)
+    assert served_name(str(tmp_path / "mine")) == "mine"
+    assert served_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize("named", ["/no/such/folder", "./nowhere", "justaname", "a/b/c"])
@@ -55,8 +57,15 @@ def test_the_tiny_model_can_be_served() -> None:
 
 def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "m", "Qwen4ForCausalLM")
-    with pytest.raises(ModelCheckError, match=r"Qwen4ForCausalLM is not supported.*nearest that is: Qwen3ForCausalLM"):
+    words = r"Qwen4ForCausalLM is not supported.*transformers \d.*a newer one may.*nearest that is: Qwen3ForCausalLM"
+    with pytest.raises(ModelCheckError, match=words):
         check_model(folder)
+
+
+def test_nothing_is_near_to_a_family_because_of_the_names_common_end(tmp_path: Path) -> None:
+    with pytest.raises(ModelCheckError) as raised:
+        check_model(_folder(tmp_path / "m", "FooForCausalLM"))
+    assert "nearest" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("architecture", "backend"), [("CohereForCausalLM", "cuda"), ("BertModel", "cpu")])

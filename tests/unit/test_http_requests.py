@@ -248,3 +248,21 @@ def test_token_bytes_join_to_the_text() -> None:
         content = chat_logprobs(ids, run, table)["content"]
         assert isinstance(content, list)
         assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
+
+
+def test_a_small_body_is_kept_without_what_is_in_its_messages() -> None:
+    data = json.dumps({"prompt": "tiger", "max_tokens": 3, "stop": ["x"], "stream_options": {"include_usage": False}})
+    parsed = parse_whole(data.encode(), CompletionRequest, {})
+    assert parsed.messages[0].text == "tiger"
+    assert list(parsed.messages[0].stop.stop) == ["x"]
+    assert parsed.body.max_tokens == 3
+    assert (parsed.body.prompt, parsed.body.stop, parsed.body.stream_options) == (None, None, None)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"stop": [""]}, {"top_p": 2.0}])
+def test_wrong_options_are_refused_each_time(options: dict[str, object]) -> None:
+    data = json.dumps({"prompt": "tiger", **options}).encode()
+    for _ in range(2):  # Right ones are remembered.
+        with pytest.raises(MeshError) as refused:
+            parse_whole(data, CompletionRequest, {})
+        assert refused.value.metadata["field"].rpartition(".")[2] in options

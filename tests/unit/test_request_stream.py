@@ -71,6 +71,13 @@ async def test_a_stream_begins_its_request_once_and_releases_it_once() -> None:
     assert owner.calls == ["start", "begin", "release"]
 
 
+async def test_frames_to_peers_leave_ahead_of_the_first_message_to_the_client() -> None:
+    owner = Owner()
+    owner.begin = lambda stream, request: asyncio.get_running_loop().call_soon(owner.calls.append, "sent")  # type: ignore[method-assign, assignment]
+    assert await stream_of(owner).take() == 1
+    assert owner.calls == ["start", "sent"]
+
+
 async def test_a_stream_that_fails_while_its_request_is_resolved_raises_that_error_and_begins_nothing() -> None:
     owner, client = Owner(is_slow=True), Client()
     stream = stream_of(owner, client)

@@ -109,6 +109,24 @@ def test_the_process_that_ends_first_takes_files_of_the_others_from_the_end(tmp_
     assert lines["a"] != lines["z"]
 
 
+@pytest.mark.timeout(300)
+def test_a_process_that_waits_takes_what_is_shared_when_it_is_through(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    root = _suite(tmp_path, _MEETING.format(seen=str(seen), own="computing", other="shared"), 0)
+    assert "tests/mesh/test_scheduler_service.py" in run_tests.SHARED
+    shared = _MEETING.format(seen=str(seen), own="shared", other="computing")
+    (root / "tests" / "mesh" / "test_scheduler_service.py").write_text(shared)
+    result = _run(root)
+    assert result.returncode == 0, result.stdout
+    names = seen.read_text().split()[::2]
+    assert sorted(names) == ["computing", "shared"], "the one that computes had no time for it"
+
+
+def test_what_is_shared_is_there() -> None:
+    assert [name for name in run_tests.SHARED if not (TESTS.parent / name).is_file()] == []
+    assert all(name.startswith(run_tests.COMPUTING) for name in run_tests.SHARED)
+
+
 def _run(root: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTEST_ADDOPTS": "--import-mode=importlib", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "tests/run_tests.py", "daily"]

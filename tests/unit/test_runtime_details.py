@@ -18,9 +18,9 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.progress import Progress
-from radixmesh.daemons.runtime.rpc.turns import Turns
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.sampling import MAX_STOP_BYTES, check_stops
 from radixmesh.daemons.runtime.steps.step import Grant, Grants, StepPlan
@@ -32,30 +32,30 @@ from radixmesh.worker.v1 import worker_pb2
 
 
 async def test_a_place_that_came_with_the_cancellation_is_given_back() -> None:
-    turns = Turns(1, max_per_peer=1, max_waiting=4)
-    await turns.take("a")
-    waiting = asyncio.ensure_future(turns.take("b"))
+    semaphore = FairSemaphore(1, max_per_peer=1, max_waiting=4)
+    await semaphore.take("a")
+    waiting = asyncio.ensure_future(semaphore.take("b"))
     await asyncio.sleep(0)
-    turns.give_back("a")  # The place is b's from now on, and b does not know it yet.
+    semaphore.give_back("a")  # The permit is b's from now on, and b does not know it yet.
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     async with asyncio.timeout(30):
-        await turns.take("c")
+        await semaphore.take("c")
 
 
 async def test_a_caller_that_gives_up_leaves_the_queue() -> None:
-    turns = Turns(1, max_per_peer=1, max_waiting=1)
-    await turns.take("a")
+    semaphore = FairSemaphore(1, max_per_peer=1, max_waiting=1)
+    await semaphore.take("a")
     for _ in range(3):
-        waiting = asyncio.ensure_future(turns.take("b"))
+        waiting = asyncio.ensure_future(semaphore.take("b"))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    turns.give_back("a")
+    semaphore.give_back("a")
     async with asyncio.timeout(30):
-        await turns.take("c")
+        await semaphore.take("c")
 
 
 async def test_a_unary_call_without_a_message_is_told_so() -> None:

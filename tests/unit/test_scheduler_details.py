@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,11 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.cache.trie_cache import TrieCache
 from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
+from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
+from radixmesh.daemons.scheduler.routers.load_push import LoadPush
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
+from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.sequence import Lifecycle
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -138,3 +142,17 @@ async def test_an_outbox_is_ready_exactly_while_it_has_something_to_write() -> N
     assert not await _is_ready(outbox), "nothing of it is for this stream"
     outbox.push_load()
     assert await _is_ready(outbox)
+
+
+@pytest.mark.parametrize("num_running", [0, 3])
+async def test_a_changed_load_goes_with_the_tokens_that_are_due(num_running: int) -> None:
+    planner = SimpleNamespace(state=None, num_running=num_running, num_waiting=1)
+    streams = RouterStreams()
+    outbox = streams.open("router").outbox
+    outbox.wants_load = False
+    loads = LoadPush(cast(Planner, planner), streams, now=0.0)
+    loads.if_changed(1.0)
+    assert outbox.wants_load
+    assert await _is_ready(outbox) is not bool(num_running), "a frame of its own only where no tokens are due"
+    loads.if_due(2.0)
+    assert await _is_ready(outbox), "the regular load waits for nothing"

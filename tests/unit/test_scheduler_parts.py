@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -154,6 +155,38 @@ async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_wai
     assert [plan.step_id for message in stream.messages for plan in message] == list(range(1, 1 + sum(sizes)))
     # The batch that runs is answered as a whole: as much as the gap takes has to lie behind it.
     assert sum(sizes[1:]) * 800 >= loop.lookahead.gap_us
+
+
+async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned() -> None:
+    world, events = World(eos_rate=0.0), []
+    loop = _loop_of_short_steps(world)
+    loop._lookahead = Lookahead(depth=2, max_in_flight=2)
+    router = loop.streams.open("router")
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=8)))
+    stream = _Stream()
+    claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
+    world.executor.begin_epoch(1)
+    driving = asyncio.ensure_future(loop._drive(claimed))
+    loop.notify()
+    async with asyncio.timeout(30):
+        while len(stream.messages) < 2:
+            await asyncio.sleep(0)
+
+        async def write() -> None:
+            await router.outbox.wait()
+            events.append(f"tokens, {len(stream.messages)} plans")
+
+        writing = asyncio.ensure_future(write())
+        router.outbox.take(0)
+        await asyncio.sleep(0)
+        loop._results.append([world.executor.run(stream.messages[0][0])])
+        loop._wake.set()
+        while len(stream.messages) < 3:
+            await asyncio.sleep(0)
+        await writing
+    driving.cancel()
+    await asyncio.wait((driving,))
+    assert events == ["tokens, 2 plans"]
 
 
 async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() -> None:

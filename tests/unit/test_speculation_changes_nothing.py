@@ -78,6 +78,8 @@ class _Script:
         outputs = {}
         for (_, handle), record in world.records.items():
             assert record.finished is not None and record.finished.error is None
+            # Requests tell of all drafts, also of those behind their end.
+            assert record.finished.accepted_tokens <= min(record.finished.drafted_tokens, len(record.tokens))
             outputs[handle] = record.tokens, record.finished.reason, self._logprobs.get(handle, [])
         return Run(outputs, len(world.log), self.drafted, self.accepted, world.planner.counters.num_retracted)
 

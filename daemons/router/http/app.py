@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable, Callable, Collection
 
 from starlette.applications import Starlette
@@ -30,7 +31,7 @@ from radixmesh.daemons.router.http.endpoints.server_info import (
 )
 from radixmesh.daemons.router.http.endpoints.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
-from radixmesh.daemons.router.http.openapi import OpenApiEndpoint
+from radixmesh.daemons.router.http.openapi import OPERATIONS, OpenApiEndpoint
 from radixmesh.daemons.router.http.translated.anthropic_answer import CountTokensEndpoint, MessagesEndpoint
 from radixmesh.daemons.router.http.translated.ollama_answer import OllamaEndpoint
 from radixmesh.daemons.router.http.translated.ollama_models import (
@@ -47,6 +48,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 # Bound of a body that is still read after it was refused, before the connection is cut off.
 # All of a body that is within its own bound: a reset before that would lose the answer that says to come again.
 _LINGER = Linger(seconds=5.0, max_bytes=16 << 20)
+# Longer than any path that is meant.
+_MAX_ALIKE_CHARS = 64
 _CODES = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
 
 
@@ -135,7 +138,7 @@ class _Failures:
         if request.method == "OPTIONS" and error.status_code == 405 and not is_preflight:
             return Response(status_code=204, headers=error.headers)
         code = _CODES.get(error.status_code, "INVALID_ARGUMENT")
-        message = f"{request.method} {request.url.path}: {error.detail}; see docs/http.md for what is served"
+        message = f"{request.method} {request.url.path:.200}: {_advice(request, error, is_preflight)}"
         response = plain_error(error.status_code, code, message, request.url.path)
         response.headers.update(error.headers or {})
         return response
@@ -146,6 +149,20 @@ class _Failures:
         fault = MeshError(ErrorReason.ERROR_REASON_INTERNAL, message)
         self._context.metrics.count_error(fault)
         return ErrorResponse(fault, request.url.path)
+
+
+def _advice(request: Request, error: HTTPException, is_preflight: bool) -> str:
+    if is_preflight and error.status_code == 405:
+        return "pages of other origins are not let in: name theirs in the router's --http-cors-origins"
+    if error.status_code == 405:
+        return f"this path takes {(error.headers or {}).get('Allow', 'another method')}: send that"
+    path = request.url.path.rstrip("/")
+    # A base URL of a client has /v1 where it should not, or lacks it.
+    candidates = [f"/v1{path}", path.replace("/v1/v1/", "/v1/")]
+    if len(path) <= _MAX_ALIKE_CHARS:
+        candidates += difflib.get_close_matches(path, list(OPERATIONS), 1)
+    found = next((path for path in candidates if path in OPERATIONS), None)
+    return f"no such path: {f'did you mean {found}?' if found else 'GET /openapi.json lists all'}"
 
 
 def _as_function(endpoint: Endpoint) -> Endpoint:

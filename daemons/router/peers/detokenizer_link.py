@@ -242,7 +242,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._num_owed += num
 
     def _on_frame(self, frame: _Response) -> None:
-        entries, events = self._entries, self._events
+        entries, events, on_text = self._entries, self._events, self._events.on_text
         for row in frame.rows:
             entry = entries.get(row.handle)
             if entry is None:
@@ -251,7 +251,8 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             if row.text_offset != output.text_bytes:
                 self._drop_misplaced(entry, row.text_offset)
                 continue
-            self._check_row(entry, row)
+            text = row.text
+            self._check_row(entry, row, num_tokens, len(text))
             owed = entry.num_sent - num_tokens + entry.is_final_sent
             self._num_owed += owed - entry.num_owed
             entry.num_owed = owed
@@ -260,11 +261,11 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
                 events.on_answered(self._clock() - watched[2])
                 self._watched = None
             if not row.is_final:
-                events.on_text(output, row.text, num_tokens, False)
+                on_text(output, text, num_tokens, False)
                 continue
             stop, num_stop = (row.stop.stop, row.stop.num_tokens) if row.HasField("stop") else ("", num_tokens)
             self.close_entry(entry)
-            events.on_text(output, row.text, min(num_tokens, num_stop), True)
+            on_text(output, text, min(num_tokens, num_stop), True)
             events.on_text_done(output, stop, num_stop)
         for failure in frame.failures:
             entry = entries.get(failure.handle)
@@ -278,10 +279,10 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             else:
                 events.on_entry_failed(entry.output, error)
 
-    def _check_row(self, entry: Entry, row: detokenizer_pb2.TextRow) -> None:
+    def _check_row(self, entry: Entry, row: detokenizer_pb2.TextRow, num_tokens: int, num_chars: int) -> None:
         """Raises PROTOCOL_VIOLATION: an output must not end, or go on, for what its tokens do not say."""
-        output, num_tokens = entry.output, row.num_tokens
-        is_wrong = num_tokens > entry.num_sent or len(row.text) > _MAX_TOKEN_CHARS * max(1, len(output.ids))
+        output = entry.output
+        is_wrong = num_tokens > entry.num_sent or num_chars > _MAX_TOKEN_CHARS * max(1, len(output.ids))
         if row.HasField("stop"):
             is_wrong |= row.stop.stop not in output.request.resolved.stop.stop or row.stop.num_tokens > entry.num_sent
         elif row.is_final and not entry.is_final_sent:

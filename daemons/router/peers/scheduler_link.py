@@ -340,6 +340,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),
             stop_id=finished.stop_id if finished.HasField("stop_id") else None,
             cached_tokens=min(finished.usage.cached_tokens, output.request.num_prompt),
+            accepted_predictions=finished.usage.accepted_prediction_tokens,
+            rejected_predictions=finished.usage.rejected_prediction_tokens,
             error=error,
         )
         self._events.on_finished(output, self, ending)

@@ -32,6 +32,7 @@ class ServeRows:
         counts = unpack_ints(batch.counts, "tokens.counts").tolist()
         self._checks.batch(handles, attempts, firsts, counts, batch.ids, vocab_size)
         ids, running, version = batch.ids, self._running, batch.weights_version
+        is_running = OutputState.RUNNING
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
         end = num_tokens = 0
@@ -39,7 +40,7 @@ class ServeRows:
             for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
                 start, end = end, end + 4 * count
                 output = running.get(handle)
-                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                if output is None or output.state is not is_running or output.attempt != attempt:
                     continue
                 if first > len(output.ids):
                     raise self._checks.broken(f"tokens from {first} where {len(output.ids)} was due")

@@ -83,6 +83,9 @@ class QueueTurns:
 
     def require_room(self, request: Request) -> None:
         """Raises OVERLOADED with retry_after_ms for a request that would have to wait, where the queue has no room."""
+        # Only where the queue has no room is it worth looking whether there is a scheduler for it now.
+        if not self._waiting.lacks_room(request):
+            return
         waits = [output for output in request.outputs if output.is_open and not output.ending]
         if waits and self._would_wait(waits[0]):
             self._waiting.require_room(request)

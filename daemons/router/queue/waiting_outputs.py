@@ -100,15 +100,26 @@ class WaitingOutputs:
 
     def require_room(self, request: Request) -> None:
         """Raises OVERLOADED with retry_after_ms if the request's outputs may not wait here."""
+        bound = self.lacks_room(request)
+        if bound == "full":
+            raise self._refused(bound, f"{len(self._queue)} outputs wait for a scheduler")
+        if bound == "bytes":
+            raise self._refused(bound, f"{self.num_bytes} bytes of requests wait for a scheduler")
+        if bound == "tenant":
+            num = self._queue.num_of(request.resolved.tenant)
+            raise self._refused(bound, f"{num} outputs of this tenant wait for a scheduler")
+
+    def lacks_room(self, request: Request) -> str:
+        """The bound that keeps the request's outputs from waiting here, empty if they may."""
         bounds, num = self.bounds, len(request.outputs)
         spare = 1.0 + 1.0 / _RESUMED_SHARE if request.resumption else 1.0
         if _is_beyond(len(self._queue) + num, bounds.max_outputs * spare):
-            raise self._refused("full", f"{len(self._queue)} outputs wait for a scheduler")
+            return "full"
         if _is_beyond(self.num_bytes + _num_bytes(request), bounds.max_bytes * spare):
-            raise self._refused("bytes", f"{self.num_bytes} bytes of requests wait for a scheduler")
-        tenant = request.resolved.tenant
-        if _is_beyond(self._queue.num_of(tenant) + num, bounds.tenant_max_outputs * spare):
-            raise self._refused("tenant", f"{self._queue.num_of(tenant)} outputs of this tenant wait for a scheduler")
+            return "bytes"
+        if _is_beyond(self._queue.num_of(request.resolved.tenant) + num, bounds.tenant_max_outputs * spare):
+            return "tenant"
+        return ""
 
     def add(self, output: Output, line: str) -> None:
         """The output waits, from now on or as before. line: name of what it competes for."""

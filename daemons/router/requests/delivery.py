@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a delta without its content.
 _DELTA_BYTES = 64
+_FINISHED = OutputState.FINISHED
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.requests.journal import Journal
@@ -200,7 +201,7 @@ class Delivery:
                 self._times.delivered(output, self._opened_s, is_first=not before)
             if output.num_delivered < output.num_seen or output.text:
                 self._dirty[output.index] = output
-            elif output.state is OutputState.FINISHED and not output.is_finish_delivered:
+            elif output.state is _FINISHED and not output.is_finish_delivered:
                 output.is_finish_delivered = True
                 self._num_unfinished -= 1
                 update.finished.append(_finished_of(output))
@@ -284,5 +285,7 @@ def _finished_of(output: Output) -> Finished:
         stop=ending.stop,
         prompt_tokens=output.request.num_prompt,
         cached_tokens=ending.cached_tokens,
+        accepted_predictions=min(ending.accepted_predictions, ending.num_output),
+        rejected_predictions=ending.rejected_predictions,
         error=ending.error,
     )

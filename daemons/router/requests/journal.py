@@ -51,6 +51,10 @@ class OutputState(Enum):
     FINISHED = auto()
 
 
+# A member read through its class costs a call of Python: these are asked for with every token.
+_ENDED, _FINISHED = OutputState.ENDED, OutputState.FINISHED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """Why an output ended. num_output: tokens that count. stop_id, stop: what ended it, if that did."""
@@ -60,6 +64,8 @@ class Ending:
     stop_id: int | None = None
     stop: str = ""
     cached_tokens: int = 0
+    accepted_predictions: int = 0
+    rejected_predictions: int = 0
     error: MeshError | None = None
 
 
@@ -124,7 +130,7 @@ class Output:
     @property
     def is_open(self) -> bool:
         """True if more tokens may come."""
-        return self.state.value < OutputState.ENDED.value
+        return self.state is not _ENDED and self.state is not _FINISHED
 
     def __post_init__(self) -> None:
         self.state_since = self.request.clock()

@@ -22,6 +22,8 @@ log = get_logger(__name__)
 
 # Seconds for which a finish by stop string waits for the scheduler's usage; the text is sent already.
 _USAGE_WAIT_S = 0.5
+# A member read through its class costs a call of Python: this one is asked for with every text.
+_REPLAYING = OutputState.REPLAYING
 # Replicas differ in size: these say that one is too small, not that the request is wrong.
 _RETRIED = (ErrorReason.ERROR_REASON_OVERLOADED, ErrorReason.ERROR_REASON_UNKNOWN_BLOB)
 _TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROMPT_TOO_LONG)
@@ -157,7 +159,12 @@ class OutputFlow:
     def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
         if output.state is OutputState.STOPPING:
             assert output.ending is not None
-            output.ending = replace(output.ending, cached_tokens=ending.cached_tokens)
+            output.ending = replace(
+                output.ending,
+                cached_tokens=ending.cached_tokens,
+                accepted_predictions=ending.accepted_predictions,
+                rejected_predictions=ending.rejected_predictions,
+            )
             self._finish(output)
         elif self._may_run_elsewhere(output, link, ending):
             self._place_again(output)
@@ -207,7 +214,7 @@ class OutputFlow:
         if num_tokens > output.num_seen:
             output.num_seen = num_tokens
         output.request.delivery.mark(output)
-        if output.state is OutputState.REPLAYING and not is_final and num_tokens >= len(output.ids):
+        if output.state is _REPLAYING and not is_final and num_tokens >= len(output.ids):
             self.schedulers.place(output)
 
     def on_text_done(self, output: Output, stop: str, num_tokens: int) -> None:
@@ -218,8 +225,10 @@ class OutputFlow:
             return  # An EOS id was seen; the scheduler's Finished is on its way, or known_ending finds it.
         del output.ids[num_tokens:]
         output.num_seen = num_tokens
-        cached = output.ending.cached_tokens if output.ending is not None else 0
-        output.ending = Ending(reason=FinishReason.STOP, num_output=num_tokens, stop=stop, cached_tokens=cached)
+        told = output.ending or Ending(reason=FinishReason.STOP, num_output=num_tokens)
+        output.ending = replace(
+            told, reason=FinishReason.STOP, num_output=num_tokens, stop_id=None, stop=stop, error=None
+        )
         if output.state is OutputState.RUNNING and output.scheduler is not None:
             output.scheduler.stop(output, num_tokens)
             output.move_to(OutputState.STOPPING)

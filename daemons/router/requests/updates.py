@@ -47,6 +47,8 @@ class Finished:
     stop: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    accepted_predictions: int = 0
+    rejected_predictions: int = 0
     error: MeshError | None = None
 
 

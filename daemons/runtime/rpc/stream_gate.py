@@ -1,8 +1,8 @@
-"""Streams of requests to a server that has little memory: few of one connection are read, large frames in turn.
+"""Streams of requests to a server that has little memory: few of one connection are read, large frames one at a time.
 
 A stream that is idle has to be listened to, and what it then sends is received whole before anybody here sees its
 length. So what may arrive together is bounded by the largest message, and by how many streams of one connection are
-read: peers of ours open one. What is made of large frames is bounded by turns, which a stream holds while it handles
+read: peers of ours open one. What is made of large frames is bounded by permits, which a stream holds while it handles
 one and never while it waits.
 """
 
@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
 from radixmesh.daemons.runtime.rpc.rpc_errors import deserialized, drive
-from radixmesh.daemons.runtime.rpc.turns import Turns
 from radixmesh.daemons.runtime.rpc.wire_bounds import scan_of
 
 _Req = TypeVar("_Req")
@@ -28,7 +28,7 @@ _Resp = TypeVar("_Resp")
 _Context = grpc.aio.ServicerContext[object, object]
 
 _OURS = "/radixmesh."
-# A frame of more is handled in turn: of empty entries it takes a tenth of a second.
+# A frame of more needs a permit: of empty entries it takes a tenth of a second.
 _LARGE_BYTES = 16 << 10
 # Large frames that are handled at once, one of each connection.
 _NUM_HANDLED = 2
@@ -55,8 +55,8 @@ class StreamGate(grpc.aio.ServerInterceptor):
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self._streams = Turns(_NO_LIMIT, max_per_peer=limits.max_streams, max_waiting=_MAX_WAITING)
-        self._frames = Turns(_NUM_HANDLED, max_per_peer=1, max_waiting=_MAX_WAITING)
+        self._streams = FairSemaphore(_NO_LIMIT, max_per_peer=limits.max_streams, max_waiting=_MAX_WAITING)
+        self._frames = FairSemaphore(_NUM_HANDLED, max_per_peer=1, max_waiting=_MAX_WAITING)
 
     async def intercept_service(
         self,
@@ -76,10 +76,10 @@ class StreamGate(grpc.aio.ServerInterceptor):
 
         async def call(_: object, context: _Context) -> None:
             peer = _peer_of(context)
-            async with AsyncExitStack() as place:
-                await self._enter(place, peer)
+            async with AsyncExitStack() as stack:
+                await self._enter(stack, peer)
                 frames = _Frames(context, peer, message_of, self._frames)
-                place.callback(frames.close)
+                stack.callback(frames.close)
                 await drive(behaviour(frames, context), context)
 
         return cast(
@@ -89,10 +89,10 @@ class StreamGate(grpc.aio.ServerInterceptor):
             ),
         )
 
-    async def _enter(self, place: AsyncExitStack, peer: str) -> None:
+    async def _enter(self, stack: AsyncExitStack, peer: str) -> None:
         try:
             async with asyncio.timeout(self._limits.patience_s):
-                await place.enter_async_context(self._streams.place(peer))
+                await stack.enter_async_context(self._streams.permit(peer))
         except TimeoutError:
             most = self._limits.max_streams
             message = f"{most} streams of this connection are open, as many as are read: close some, or open another"
@@ -106,13 +106,15 @@ class _Frames(AsyncIterator[object]):
     Not grpc's own iterator: that holds the bytes that it gave last until the next ones are there.
     """
 
-    __slots__ = ("_context", "_is_over", "_message_of", "_peer", "_timer", "_turns")
+    __slots__ = ("_context", "_is_over", "_message_of", "_peer", "_permits", "_timer")
 
-    def __init__(self, context: _Context, peer: str, message_of: Callable[[bytes], object], turns: Turns) -> None:
+    def __init__(
+        self, context: _Context, peer: str, message_of: Callable[[bytes], object], permits: FairSemaphore
+    ) -> None:
         self._context = context
         self._peer = peer
         self._message_of = message_of
-        self._turns = turns
+        self._permits = permits
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
 
@@ -124,14 +126,14 @@ class _Frames(AsyncIterator[object]):
             raise StopAsyncIteration
         data = cast(bytes, raw)
         if len(data) > _LARGE_BYTES:
-            await self._turns.take(self._peer)
+            await self._permits.take(self._peer)
             self._timer = asyncio.get_running_loop().call_later(_TURN_S, self._handled)
             if self._is_over:  # The call ended in the same moment.
                 self._handled()
         return self._message_of(data)
 
     def close(self) -> None:
-        """The call is over: no frame of it takes a turn any more."""
+        """The call is over: no frame of it takes a permit any more."""
         self._is_over = True
         self._handled()
 
@@ -139,7 +141,7 @@ class _Frames(AsyncIterator[object]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._turns.give_back(self._peer)
+            self._permits.give_back(self._peer)
 
 
 def _peer_of(context: _Context) -> str:

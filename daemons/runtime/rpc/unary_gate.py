@@ -2,7 +2,7 @@
 
 grpc receives the messages of all calls at once, and an answer stays in memory until its client has taken it: 32 calls
 of 13 MiB are 400 MiB before a handler runs, and as many answers of four times that. Behind this gate a call that waits
-for its turn holds what its stream's window lets in (64 KiB), and calls that hold more than there is room for are told
+for a permit holds what its stream's window lets in (64 KiB), and calls that hold more than there is room for are told
 to come again.
 """
 
@@ -20,8 +20,8 @@ from google.protobuf.message import Message
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
 from radixmesh.daemons.runtime.rpc.rpc_errors import deserialized, drive
-from radixmesh.daemons.runtime.rpc.turns import Turns
 from radixmesh.daemons.runtime.rpc.wire_bounds import scan_of
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
@@ -34,11 +34,11 @@ _Call = Callable[[object, _Context], Awaitable[None]]
 
 # Answered at once, whatever else there is to do.
 _OPEN = ("/grpc.health.v1.Health/",)
-# Calls that wait for a place to arrive or to leave: each has a window's bytes here.
+# Calls that wait for a permit to arrive or to leave: each has a window's bytes here.
 _MAX_WAITING = 1024
 # Requests of no more always find room: their number has a bound elsewhere.
 _SMALL_BYTES = 16 << 10
-# An answer of more waits for its turn to leave: it is in memory three times meanwhile.
+# An answer of more waits for a permit to leave: it is in memory three times meanwhile.
 _LARGE_ANSWER_BYTES = 1 << 20
 
 
@@ -100,10 +100,10 @@ class UnaryGate(grpc.aio.ServerInterceptor):
     def __init__(self, limits: UnaryLimits) -> None:
         self._limits = limits
         num = limits.num_receiving
-        self._receiving = Turns(num, max_per_peer=num - max(1, num // 4), max_waiting=_MAX_WAITING)
-        # Its calls hold bytes already, so that none can wait for a place.
-        self._slow = Turns(num + 1, max_per_peer=max(2, num // 2), max_waiting=0)
-        self._sending = Turns(limits.num_sending, max_per_peer=1, max_waiting=_MAX_WAITING)
+        self._receiving = FairSemaphore(num, max_per_peer=num - max(1, num // 4), max_waiting=_MAX_WAITING)
+        # Its calls hold bytes already, so that none can wait for a permit.
+        self._slow = FairSemaphore(num + 1, max_per_peer=max(2, num // 2), max_waiting=0)
+        self._sending = FairSemaphore(limits.num_sending, max_per_peer=1, max_waiting=_MAX_WAITING)
         self._room = Room(limits.max_bytes)
 
     async def intercept_service(
@@ -156,7 +156,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
         if num_bytes <= _LARGE_ANSWER_BYTES:
             await context.write(answer)
             return
-        async with self._sending.place(context.peer()):
+        async with self._sending.permit(context.peer()):
             try:
                 async with asyncio.timeout(self._limits.send_patience_s):
                     await context.write(answer)  # Until flow control has let the last byte go.
@@ -169,7 +169,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
 
     async def _received(self, context: _Context) -> bytes:
         peer = context.peer()
-        async with self._receiving.place(peer):
+        async with self._receiving.permit(peer):
             # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
             reading = asyncio.ensure_future(context.read())
             try:
@@ -179,7 +179,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
                 raise
         try:
             if not reading.done():
-                async with self._slow.place(peer):
+                async with self._slow.permit(peer):
                     await asyncio.wait((reading,), timeout=self._limits.patience_s)
             if not reading.done():
                 message = f"the message did not arrive within {self._limits.patience_s:g} s: send it without a pause"

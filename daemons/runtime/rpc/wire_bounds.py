@@ -92,19 +92,19 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
     is_top = True
     spans = [(0, len(raw), descriptor, False)]
     while spans:
-        place, end, inner, is_entry = spans.pop()
+        offset, end, inner, is_entry = spans.pop()
         if is_entry:
             # All spans of the entry before it are done: what an entry holds lies above it on the stack.
             counts.clear()
         fields = fields_of(inner)
-        while place < end:
+        while offset < end:
             num_fields += 1
             if num_fields > MAX_FIELDS:
                 raise _too_many("a message", num_fields, MAX_FIELDS)
             # Almost all tags and lengths have one byte.
-            tag, place = raw[place], place + 1
+            tag, offset = raw[offset], offset + 1
             if tag > 0x7F:
-                tag, place = _varint(raw, place - 1, end)
+                tag, offset = _varint(raw, offset - 1, end)
             kind = tag & 7
             field = fields.get(tag >> 3)
             if field is not None and field.max_count:
@@ -112,24 +112,24 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                 if counts[field.name] > field.max_count:
                     raise _too_many(field.name, counts[field.name], field.max_count)
             if kind == 2:
-                length, place = raw[place] if place < end else 0, place + 1
+                length, offset = raw[offset] if offset < end else 0, offset + 1
                 if length > 0x7F:
-                    length, place = _varint(raw, place - 1, end)
+                    length, offset = _varint(raw, offset - 1, end)
                 if field is not None:
                     # A length beyond the end is the parser's to refuse.
                     is_sized = field.max_bytes and (is_top or not is_frame)
-                    if is_sized and min(length, end - place) > field.max_bytes:
+                    if is_sized and min(length, end - offset) > field.max_bytes:
                         raise _too_many(f"bytes of {field.name}", length, field.max_bytes)
                     if field.inner is not None and length:
                         if length <= _SMALL_ENTRY_BYTES and length <= num_unscanned:
                             num_unscanned -= length
                         else:
-                            spans.append((place, min(place + length, end), field.inner, is_frame and is_top))
-                place += length
+                            spans.append((offset, min(offset + length, end), field.inner, is_frame and is_top))
+                offset += length
             elif kind == 0:
-                _, place = _varint(raw, place, end)
+                _, offset = _varint(raw, offset, end)
             elif kind in (1, 5):
-                place += 8 if kind == 1 else 4
+                offset += 8 if kind == 1 else 4
             else:  # Groups, of which no contract has any.
                 return
         is_top = False
@@ -156,15 +156,15 @@ def fields_of(descriptor: Descriptor) -> Mapping[int, _Field]:
     return found
 
 
-def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """A number and the place behind it. What is cut off counts as ended: the parser will say so."""
+def _varint(raw: bytes, offset: int, end: int) -> tuple[int, int]:
+    """A number and the offset behind it. What is cut off counts as ended: the parser will say so."""
     value = shift = 0
-    while place < end:
-        byte = raw[place]
-        place += 1
+    while offset < end:
+        byte = raw[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, offset
         shift += 7
         if shift > 63:
             break

@@ -154,9 +154,12 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
     if plan.has_forward:
         # An earlier plan tells whether slots decode: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
-        header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
-        header.shape.idle_ranks = pack_ints(plan.idle_ranks)
-        header.shape.dispatch = DISPATCH_TO_PROTO[plan.dispatch]
+        if plan.max_tokens_per_rank:
+            header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
+        if plan.idle_ranks:
+            header.shape.idle_ranks = pack_ints(plan.idle_ranks)
+        if plan.dispatch:
+            header.shape.dispatch = DISPATCH_TO_PROTO[plan.dispatch]
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 

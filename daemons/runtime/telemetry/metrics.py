@@ -199,6 +199,18 @@ class Metrics:
         self.step_tokens = make.counter(
             "radixmesh_step_tokens_total", "scheduler", "Tokens that steps computed: prefill or decode.", ["kind"]
         )
+        self.drafted_tokens = make.counter(
+            "radixmesh_drafted_tokens_total",
+            "scheduler",
+            "Drafted tokens that steps verified, by their number in the row.",
+            ["position"],
+        )
+        self.accepted_draft_tokens = make.counter(
+            "radixmesh_accepted_draft_tokens_total",
+            "scheduler",
+            "Of these, tokens that sampling confirmed; the others were wasted.",
+            ["position"],
+        )
         self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."

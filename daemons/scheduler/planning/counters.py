@@ -16,6 +16,7 @@ from radixmesh.daemons.scheduler.pages.integrity import (
     quarantine_doubtful,
 )
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.results.draft_counts import DraftCounts
 from radixmesh.daemons.scheduler.results.expert_load import ExpertLoad
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.sequence import Sequence
@@ -58,6 +59,7 @@ class PlannerCounters:
     finished: dict[int, int] = field(default_factory=dict)
     """Ended outputs by FinishReason."""
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def admitted(self, num_tokens: int, num_cached: int) -> None:
         self.cached_tokens += num_cached
@@ -70,7 +72,10 @@ class PlannerCounters:
     def processed(self, step: PlannedStep, result: StepResult) -> None:
         self.num_steps += 1
         self.output_tokens += len(result.ids)
-        self.expert_load.add(result.expert_rows)
+        if len(result.drafted):
+            self.drafts.add(result)
+        if result.expert_rows:
+            self.expert_load.add(result.expert_rows)
         if step.num_decodes and len(result.ids) < len(result.counts):
             self.num_short_rows += int((result.counts[: step.num_decodes] == 0).sum())
 
@@ -89,26 +94,22 @@ def check_pages(
 
     Raises INTERNAL if the books do not balance even then: a new epoch builds them from the worker's page records.
     """
-    for rank in range(len(state.ranks)):
-        _check_rank(state, counters, rank, is_strict=is_strict, retract=retract)
+    find = find_deep_violation if is_strict else find_violation
+    for rank, pages in enumerate(state.ranks):
+        violation = find(pages.pool, pages.cache, state.table, rank)
+        if violation or pages.pool.num_page_violations:
+            assert not is_strict, (rank, violation, pages.pool.num_page_violations)
+            _quarantine(state, counters, rank, violation, retract)
 
 
-def _check_rank(
+def _quarantine(
     state: EpochState,
     counters: PlannerCounters,
     rank: int,
-    *,
-    is_strict: bool,
+    violation: str,
     retract: Callable[[EpochState, Sequence], None] | None,
 ) -> None:
     pages = state.ranks[rank]
-    if is_strict:
-        violation = find_deep_violation(pages.pool, pages.cache, state.table, rank)
-        assert not violation and not pages.pool.num_page_violations, (rank, violation, pages.pool.num_page_violations)
-        return
-    violation = find_violation(pages.pool, pages.cache, state.table, rank)
-    if not violation and not pages.pool.num_page_violations:
-        return
     counters.num_page_violations += 1
     pages.pool.num_page_violations = 0
     doubtful = quarantine_doubtful(pages.pool, state.table, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import Rows
 
@@ -15,6 +15,7 @@ class DecodeSet:
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
         self._joining: list[int] = []
+        self._rejoining: list[int] = []
         self._is_dirty = False
         self.rows: Rows = Rows.none()
         self.num_by_rank: list[int] = [0] * table.num_ranks
@@ -33,7 +34,7 @@ class DecodeSet:
 
     def rejoin(self, slot: int) -> None:
         """A decode of the slot yielded no token: if it has left, since all its tokens were in flight, it comes back."""
-        self._joining.append(slot)
+        self._rejoining.append(slot)
 
     def freed(self) -> None:
         """Some slot was freed, a member perhaps."""
@@ -51,16 +52,17 @@ class DecodeSet:
         if self._is_dirty:
             stays &= table.live.take(slots) == rows.generations
             self._is_dirty = False
-        joining = empty_ints()
-        if self._joining:
+        if self._rejoining:
+            # Those that have not left. A slot that joins has never been one: a finished prefill is no member yet.
             members = set(slots[stays].tolist())
-            joining = as_ints(
-                [s for s in dict.fromkeys(self._joining) if s not in members and table.live[s] and _has_room(table, s)]
-            )
-            self._joining.clear()
-        if stays.all() and not len(joining):
+            self._joining += [s for s in self._rejoining if s not in members]
+            self._joining = list(dict.fromkeys(self._joining))
+            self._rejoining.clear()
+        joining = [s for s in self._joining if table.live.item(s) and _has_room(table, s)]
+        self._joining.clear()
+        if not joining and np.count_nonzero(stays) == len(stays):
             return False
-        slots = np.concatenate([slots[stays], joining])
+        slots = np.concatenate([slots[stays], as_ints(joining)])
         if table.num_ranks > 1:
             # The rows of a rank follow each other, as in its part of the result.
             slots = slots[np.argsort(slots // table.slots_per_rank, kind="stable")]
@@ -72,4 +74,4 @@ class DecodeSet:
 
 
 def _has_room(table: SequenceTable, slot: int) -> bool:
-    return bool(table.least_len[slot] + 2 <= table.max_total_len[slot])
+    return table.least_len.item(slot) + 2 <= table.max_total_len.item(slot)

@@ -145,7 +145,6 @@ class PlanDraft:
         self.rank_tokens = [0] * num_ranks
         """Tokens of the chunks of each rank."""
         self.has_retracted = False
-        self.num_chunk_tokens = 0
         self.num_admit_bytes = 0
         """Bytes that the admitted requests take in the plan's message."""
         self.num_logprob_bytes = 0
@@ -170,12 +169,16 @@ class PlanDraft:
     def granted_slots(self) -> set[int]:
         return {slot for part in self._grants for slot in part.slots.tolist()}
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(self.rank_tokens)
+
     def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool, rank: int = 0) -> None:
         self.chunks.append(Chunk(slot=slot, length=length))
         self.planned_chunks.append(PlannedChunk(slot, generation, length))
         self.token_budgets[rank] -= length
         self.rank_tokens[rank] += length
-        self.num_chunk_tokens += length
         if is_last:
             self.finishing.append(slot)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import add
 
-from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan
+from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 
@@ -18,13 +19,7 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
     decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
     state.is_decode_set_unsent = False
     state.table.plan_decodes(state.decode_set.slots)
-    tokens: list[int] = []
-    dispatch = DispatchMode.UNSPECIFIED
-    if has_forward and (state.table.num_ranks > 1 or state.group.ep_size > 1):
-        # Said once for all ranks, so that none can take another shape.
-        tokens = list(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
-        dispatch = state.dispatch.of(state.group, max(tokens), has_chunks=bool(draft.chunks))
-    return StepPlan(
+    plan = StepPlan(
         epoch=state.epoch,
         step_id=state.next_step_id,
         group_generation=state.group.group_generation,
@@ -35,9 +30,20 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
         chunks=tuple(draft.chunks),
         decode_set=decode_set,
         has_forward=has_forward,
-        max_tokens_per_rank=max(tokens, default=0),
+    )
+    if has_forward and (state.table.num_ranks > 1 or state.group.ep_size > 1):
+        return _with_shape(state, draft, plan)
+    return plan
+
+
+def _with_shape(state: EpochState, draft: PlanDraft, plan: StepPlan) -> StepPlan:
+    """The plan with the shape of its forward, said once for all ranks, so that none can take another."""
+    tokens = list(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
+    return replace(
+        plan,
+        max_tokens_per_rank=max(tokens),
         idle_ranks=tuple(rank for rank, num in enumerate(tokens) if not num),
-        dispatch=dispatch,
+        dispatch=state.dispatch.of(state.group, max(tokens), has_chunks=bool(draft.chunks)),
     )
 
 
@@ -60,5 +66,7 @@ def enter_in_flight(state: EpochState, plan: StepPlan, draft: PlanDraft, now: fl
 
 def most_tokens_of_a_rank(state: EpochState, draft: PlanDraft) -> int:
     """Tokens that the rank with the most of them computes: it sets the time of the step."""
+    if state.table.num_ranks == 1:
+        return len(state.decode_set.slots) + draft.num_chunk_tokens
     most: int = max(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
     return most

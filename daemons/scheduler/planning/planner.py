@@ -265,11 +265,11 @@ class Planner:
         draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
         prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
         self._limits.planned(now, len(draft.admits), len(self.queue))
-        if not len(state.decode_set) and not draft.chunks:
+        is_empty = not draft.chunks and not len(state.decode_set)
+        if is_empty:
             self._retraction.unblock(state)
         elif state.table.num_ranks > 1:
             self._retraction.unblock_ranks(state, draft)
-        is_empty = not len(state.decode_set) and not draft.chunks
         if is_empty and not state.releases and not is_heartbeat:
             return None
         return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)

@@ -33,7 +33,7 @@ class PrefillLimits:
     chunk_tokens: int
     max_running: int
     ahead_pages: int
-    max_running_of_rank: int = 1 << 30
+    max_running_of_rank: int
     inflight_prefix_min_tokens: int = 32
 
 
@@ -87,7 +87,7 @@ class Prefill:
         for rank in blocked:
             # Nobody enters where a prefill waits for pages.
             draft.token_budgets[rank] = 0
-        while may_admit and not draft.has_retracted and any(budget > 0 for budget in draft.token_budgets):
+        while may_admit and not draft.has_retracted and max(draft.token_budgets) > 0:
             # An admit carries its tokens, cached pages and options whole, however little of it is to be computed.
             if draft.num_admit_bytes >= MAX_FRAME_BYTES or len(draft.admits) >= MAX_FRAME_ENTRIES:
                 return
@@ -145,16 +145,17 @@ class Prefill:
 
     def _admit(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
         """Admits a sequence with its first chunk, or parks it behind its leader; False if it and all behind it wait."""
-        if state.table.num_running >= self._limits.max_running:
+        table, limits = state.table, self._limits
+        if table.num_running >= limits.max_running:
             return False
-        if not self._grammars.may_pass(sequence):
+        if sequence.submission.grammar is not None and not self._grammars.may_pass(sequence):
             return True
-        if state.table.num_ranks == 1:
-            return self._has_slot(state, 0) and self._admit_to(state, draft, sequence, 0)
+        if table.num_ranks == 1:
+            return table.num_running < limits.max_running_of_rank and self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
             self._loads = RankLoads(state)
         # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
-        ranks = rank_order(state, draft, self._loads, sequence, self._limits.max_running_of_rank)
+        ranks = rank_order(state, draft, self._loads, sequence, limits.max_running_of_rank)
         return any(self._admit_to(state, draft, sequence, rank) for rank in ranks)
 
     def _admit_to(self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int) -> bool:
@@ -199,26 +200,22 @@ class Prefill:
             state.recent.admitted(sequence, rank)
 
     def _has_slot(self, state: EpochState, rank: int) -> bool:
-        table = state.table
-        running = table.running_on(rank)
-        most = min(table.slots_per_rank, self._limits.max_running_of_rank)
-        return running < most and table.num_running < self._limits.max_running
+        table, limits = state.table, self._limits
+        return table.running_on(rank) < limits.max_running_of_rank and table.num_running < limits.max_running
 
     def _has_pages(self, state: EpochState, sequence: Sequence, num_cached: int, rank: int) -> bool:
         """True if the request and what the running ones are expected to need still fit; alone it must."""
-        available = state.ranks[rank].num_available
+        pages = state.ranks[rank]
+        available = pages.num_available
         # A token's page at least: a slot that cannot start only holds others up.
         if available < 1:
             return False
-        pool = state.ranks[rank].pool
-        num_running = state.table.running_on(rank)
-        if not num_running and not pool.num_leased:
-            return True
-        if not num_running:
+        if not state.table.running_on(rank):
             # Admitted with fewer pages than its tokens take, it would give way again and compute nothing, until a
             # transfer returns some. With more than there will ever be it fails once all are back.
+            pool = pages.pool
             least = min(pages_for(sequence.total_len, state.group.page_size), pool.num_pages - pool.num_quarantined)
-            return least - num_cached <= available
+            return not pool.num_leased or least - num_cached <= available
         return self._wanted_pages(state, sequence) - num_cached + self._reserved(state, rank) <= available
 
     def _wanted_pages(self, state: EpochState, sequence: Sequence) -> int:
@@ -238,7 +235,7 @@ def _is_prefilling(state: EpochState, sequence: Sequence) -> bool:
     return (
         sequence.lifecycle is Lifecycle.RUNNING
         and state.table.sequences[slot] is sequence
-        and bool(state.table.planned_len[slot] < state.table.target_len[slot])
+        and state.table.planned_len.item(slot) < state.table.target_len.item(slot)
     )
 
 

@@ -70,6 +70,8 @@ class SequenceTable:
         """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
         self._num_fresh = column()
         self._generation = column()
+        starts = range(0, num_slots, self.slots_per_rank)
+        self._columns = [slice(start, start + self.slots_per_rank) for start in starts]
         ends = range(self.slots_per_rank, num_slots + 1, self.slots_per_rank)
         self._free = [list(range(end - 1, end - self.slots_per_rank - 1, -1)) for end in ends]
         self.num_running = 0
@@ -93,7 +95,7 @@ class SequenceTable:
 
     def slots_of(self, rank: int) -> slice:
         """The columns of one rank."""
-        return slice(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
+        return self._columns[rank]
 
     def running(self) -> list[Sequence]:
         """Requests in slots, oldest first."""
@@ -124,10 +126,11 @@ class SequenceTable:
         """Puts a request into a free slot of a rank under a new generation; returns the slot. No pages yet."""
         slot = self._free[rank].pop()
         self.num_running += 1
-        self.num_guided += sequence.submission.grammar is not None
-        self._generation[slot] += 1
-        sequence.slot, sequence.generation = slot, int(self._generation[slot])
-        self.live[slot] = sequence.generation
+        if sequence.submission.grammar is not None:
+            self.num_guided += 1
+        generation = self._generation.item(slot) + 1
+        sequence.slot, sequence.generation = slot, generation
+        self.live[slot] = self._generation[slot] = generation
         self.owner[slot], self.handle[slot] = sequence.owner, sequence.handle
         self.attempt[slot] = sequence.submission.attempt
         self.priority[slot], self.arrival[slot] = sequence.submission.priority, sequence.arrival
@@ -171,9 +174,10 @@ class SequenceTable:
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.sequences[slot] = None
         self.locks[slot] = None
-        self._free[self.rank_of(slot)].append(slot)
+        self._free[slot // self.slots_per_rank].append(slot)
         self.num_running -= 1
-        self.num_guided -= sequence.submission.grammar is not None
+        if sequence.submission.grammar is not None:
+            self.num_guided -= 1
 
     def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""

@@ -28,7 +28,7 @@ class Rows:
     def of(cls, table: SequenceTable, slots: IntArray) -> Rows:
         """Rows of the requests that are in these slots now."""
         generations = table.live.take(slots)
-        assert generations.all(), slots[generations == 0]
+        assert np.count_nonzero(generations) == len(generations), slots[generations == 0]
         return cls(slots, generations)
 
     @classmethod

@@ -18,6 +18,7 @@ from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import NoToken, SlotLogprobs, StepResult, TokenLogprobs
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
+from radixmesh.daemons.scheduler.results.draft_counts import check_drafts
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 from radixmesh.daemons.scheduler.results.outputs import (
     Outputs,
@@ -58,8 +59,8 @@ class ResultReader:
         """Applies a result to the state and says in `outputs` what it brought.
 
         Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have sampled, and
-        PROTOCOL_VIOLATION for rows of more tokens than the worker said a row may have, and for logprobs that are not
-        those of the rows, or of a prompt.
+        PROTOCOL_VIOLATION for rows of more tokens or drafts than the worker said a row may have, and for logprobs that
+        are not those of the rows, or of a prompt.
         """
         ids = result.ids
         # Negative ids are large ones without a sign.
@@ -67,9 +68,12 @@ class ResultReader:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
         _check_counts(state, result)
+        check_drafts(result, state.table.max_tokens_per_row)
         _check_logprobs(state, step, result)
         _advance_chunks(state, step)
         _take_prompt_logprobs(state, result, outputs)
+        if len(result.drafted):
+            _take_drafted(state, step, result)
         if len(step.rows):
             self._take_rows(state, step, result, watch, outputs)
         self._take_vectors(state, result, outputs)
@@ -113,7 +117,8 @@ class ResultReader:
         for row, row_ids in slow:
             if not len(row_ids) and len(result.no_token_reasons) and result.no_token_reasons[row] == NoToken.NO_MASK:
                 _take_late_mask(state, step, row)
-            self._take_slow_path(state, step, row, row_ids, logprobs, outputs)
+            num_accepted = int(result.accepted[row]) if len(result.accepted) else 0
+            self._take_slow_path(state, step, row, row_ids, num_accepted, logprobs, outputs)
         if len(decoded):
             table.bound(decoded.still_in(table).slots)
 
@@ -158,11 +163,18 @@ class ResultReader:
                     self._finish(sequence, ending, None)
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
             sequence = table.sequences[slot]
-            if sequence is not None and table.live[slot] == generation:
+            if sequence is not None and table.live.item(slot) == generation:
                 state.pages_of(sequence.slot).share(sequence)
 
     def _take_slow_path(
-        self, state: EpochState, step: PlannedStep, row: int, ids: IntArray, logprobs: _Logprobs, outputs: Outputs
+        self,
+        state: EpochState,
+        step: PlannedStep,
+        row: int,
+        ids: IntArray,
+        num_accepted: int,
+        logprobs: _Logprobs,
+        outputs: Outputs,
     ) -> None:
         table = state.table
         slot, generation = int(step.rows.slots[row]), int(step.rows.generations[row])
@@ -180,6 +192,8 @@ class ResultReader:
             if ending is not None:
                 break
         taken = len(sequence.output) - first
+        # Accepted drafts are a row's first tokens; those behind an end are not the request's.
+        sequence.accepted_tokens += min(taken, num_accepted)
         if is_running:
             table.total_len[slot] += taken
         if is_running and is_decode:
@@ -210,6 +224,16 @@ class ResultReader:
             if sequence is not None:
                 outputs.vectors.append(OutputVector(owner=sequence.owner, handle=sequence.handle, values=entry.values))
                 self._finish(sequence, SequenceEnd(FinishReason.STOP), None)
+
+
+def _take_drafted(state: EpochState, step: PlannedStep, result: StepResult) -> None:
+    """Counts the drafts of each request, also of one that ends with this result."""
+    rows = np.flatnonzero(result.drafted)
+    slots, generations = step.rows.slots[rows].tolist(), step.rows.generations[rows].tolist()
+    for slot, generation, num in zip(slots, generations, result.drafted[rows].tolist(), strict=True):
+        sequence = _live_sequence(state, slot, generation)
+        if sequence is not None:
+            sequence.drafted_tokens += num
 
 
 def _occupant(table: SequenceTable, slot: int) -> Sequence:
@@ -269,8 +293,8 @@ def _wrong_logprobs(result: StepResult, entry: SlotLogprobs) -> MeshError:
 def _advance_chunks(state: EpochState, step: PlannedStep) -> None:
     live, computed_len = state.table.live, state.table.computed_len
     for slot, generation, length in step.chunks:
-        if live[slot] == generation:
-            computed_len[slot] += length
+        if live.item(slot) == generation:
+            computed_len[slot] = computed_len.item(slot) + length
 
 
 def _take_prompt_logprobs(state: EpochState, result: StepResult, outputs: Outputs) -> None:

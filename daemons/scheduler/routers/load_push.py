@@ -22,15 +22,16 @@ class LoadPush:
 
     def if_changed(self, now: float) -> None:
         if now - self._last_s >= _LOAD_CHANGE_S and self._signature() != self._told:
-            self._push(now)
+            # While outputs run, a frame of tokens is due within a step: the load goes with it, not by one of its own.
+            self._push(now, is_urgent=not self._planner.num_running)
 
     def if_due(self, now: float) -> None:
         if now - self._last_s >= _LOAD_S:
             self._push(now)
 
-    def _push(self, now: float) -> None:
+    def _push(self, now: float, *, is_urgent: bool = True) -> None:
         self._last_s, self._told = now, self._signature()
-        self._streams.push_loads()
+        self._streams.push_loads(is_urgent=is_urgent)
 
     def _signature(self) -> tuple[int, ...]:
         """The part of the load that is pushed when it changes; pages, which change with every step, in 64ths."""

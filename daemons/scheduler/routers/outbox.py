@@ -177,6 +177,8 @@ def _finished(finished: Finished) -> scheduler_pb2.Finished:
             prompt_tokens=finished.prompt_tokens,
             output_tokens=finished.num_output,
             cached_tokens=finished.cached_tokens,
+            accepted_prediction_tokens=finished.accepted_tokens,
+            rejected_prediction_tokens=finished.drafted_tokens - finished.accepted_tokens,
         ),
         error=finished.error.to_proto() if finished.error is not None else None,
     )

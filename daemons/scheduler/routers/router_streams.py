@@ -72,9 +72,13 @@ class RouterStreams:
             if stream is not None:
                 stream.outbox.add(outputs)
 
-    def push_loads(self) -> None:
+    def push_loads(self, *, is_urgent: bool = True) -> None:
+        """Loads for all routers, now or with the next frame of each."""
         for stream in self._open.values():
-            stream.outbox.push_load()
+            if is_urgent:
+                stream.outbox.push_load()
+            else:
+                stream.outbox.wants_load = True
 
     def close_all(self, error: MeshError) -> None:
         for stream in self._open.values():

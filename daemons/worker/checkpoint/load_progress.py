@@ -45,6 +45,8 @@ class LoadProgress:
 
 def stored_bytes(entry: TensorEntry, cut: TensorSlice | None = None) -> int:
     """Of a tensor in its file, or of a share."""
+    if entry.parts:
+        return sum(stored_bytes(part) for _, part in entry.parts)
     shape = list(entry.shape)
     if cut is not None:
         shape[cut.dim] = cut.length

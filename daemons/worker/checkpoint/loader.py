@@ -10,6 +10,7 @@ import torch
 
 from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 from radixmesh.daemons.worker.checkpoint.load_progress import LoadProgress, stored_bytes
+from radixmesh.daemons.worker.checkpoint.mxfp4 import with_mxfp4
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
 from radixmesh.daemons.worker.checkpoint.scaled_weights import ScaledWeights
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry, index_tensors
@@ -72,10 +73,10 @@ class TensorTargets:
 def load_tensors(folder: Path, targets: TensorTargets, quantization: CheckpointQuantization | None = None) -> int:
     """Copies every tensor of the folder into its target, converting dtype and device. Returns the bytes read.
 
-    Weights that are FP8, as `quantization` says, are multiplied by their scales. All names and shapes are checked
-    before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
+    Weights that are FP8, as `quantization` says, are multiplied by their scales, as are those that are MXFP4. All names
+    and shapes are checked before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
     """
-    entries = index_tensors(folder)
+    entries = with_mxfp4(index_tensors(folder), folder)
     targets = targets.in_layout_of(entries)
     scaled = ScaledWeights(folder, entries, quantization)
     check_tensors(folder, entries, targets, scaled)

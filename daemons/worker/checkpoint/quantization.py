@@ -3,6 +3,7 @@
 quant_method "fp8", with weight_block_size [128, 128]     a scale for every block of 128 x 128
 quant_method "fp8", without                               a scale a tensor
 quant_method "compressed-tensors", "float-quantized"      a scale a tensor, an output channel or a block
+quant_method "mxfp4"                                      experts of GPT-OSS, dequantised when loaded (`mxfp4.py`)
 
 Rows that meet such weights are quantised as they come (activation_scheme "dynamic"); the scales that "static" brings
 for them are not needed, and not used.
@@ -51,9 +52,12 @@ def read_quantization(reader: ConfigReader) -> CheckpointQuantization | None:
             return _read_fp8(section)
         case "compressed-tensors":
             return _read_compressed(section)
+        case "mxfp4":
+            # Its tensors say it themselves.
+            return None
     raise reader.unsupported(
         "quantization_config",
-        'quant_method "fp8" and "compressed-tensors" (float-quantized); for others use the unquantised weights, '
+        'quant_method "fp8", "mxfp4" and "compressed-tensors" (float-quantized); for others use unquantised weights, '
         "which --quantization fp8 or fp8-block quantises on a GPU",
     )
 

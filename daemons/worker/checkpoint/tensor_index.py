@@ -13,17 +13,19 @@ from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000
-DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 _KNOWN_DTYPES = ", ".join(DTYPE_TO_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a file: its shape and dtype as the header has them ("F32", "BF16", ...)."""
+    """A tensor of a file: its shape and dtype as the header has them ("F32", "BF16", ...). parts: names and entries of
+    the tensors that it is made of, where it is none of the file's own."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[tuple[str, TensorEntry], ...] = ()
 
 
 def index_tensors(folder: Path) -> dict[str, TensorEntry]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 from radixmesh.daemons.worker.checkpoint.load_progress import LoadProgress
+from radixmesh.daemons.worker.checkpoint.mxfp4 import numbers
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 
@@ -40,7 +41,16 @@ class TensorReader:
 
         Raises MeshError BAD_CHECKPOINT naming file and tensor.
         """
-        file = self.entries[name].file
+        entry = self.entries[name]
+        if not entry.parts:
+            return self._read(name, entry.file, cut)
+        # Experts come first in blocks and scales too.
+        of_parts = cut if cut is not None and cut.dim == 0 else None
+        blocks, scales = (self._read(part, its_entry.file, of_parts) for part, its_entry in entry.parts)
+        whole = numbers(blocks, scales)
+        return whole if cut is None or cut.dim == 0 else cut.take(whole.__getitem__)
+
+    def _read(self, name: str, file: Path, cut: TensorSlice | None) -> torch.Tensor:
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray
-from radixmesh.daemons.runtime.steps.step import DispatchMode, Task, TokenLogprobs
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
 from radixmesh.daemons.worker.tiles import RowTiles
 
@@ -65,18 +66,21 @@ class CpuRunner(ModelRunner):
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
+        self._lengths: DraftLengths | None = None
+        self._most_drafts = 0
         self.takes_grammars = True
         if self._group.size > 1:
             # All ranks compute the same rows: none may leave one out alone.
             self.mask_wait_s = None
 
-    def verify(self, drafter: Drafter, *, max_drafts: int) -> None:
+    def verify(self, drafter: Drafter, *, max_drafts: int, lengths: DraftLengths | None = None) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
         yield the proposals that sampling confirms and the token after them: the tokens of a runner without proposals.
 
-        To be called before an executor is made of the runner.
+        To be called before an executor is made of the runner. lengths: says which steps draft; None: all do. What a
+        grammar forces is drafted in any case.
         """
-        self._drafter = drafter
+        self._drafter, self._lengths = drafter, lengths
         self.max_tokens_per_row = 1 + max_drafts
 
     @torch.inference_mode()
@@ -88,12 +92,19 @@ class CpuRunner(ModelRunner):
             functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
             self._tiles = common_tiles(self._own_tiles, functions, self._group)
 
+    def admitted(self, admit: Admit) -> None:
+        if self._lengths is not None:
+            self._lengths.admitted(admit.slot)
+
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         before = self._experts.num_pairs
         output = super().step(rows, segments, ready_ns)
+        if self._lengths is not None and segments and all(segment.max_tokens is not None for segment in segments):
+            counts = np.array([len(got.tokens) for got in output.segments], np.int32)
+            self._lengths.observe(_slots(segments), counts, self._most_drafts, output.end_ns - output.start_ns)
         if self._experts.size == 1:
             return output
         return replace(output, expert_rows=self._experts.num_pairs - before)
@@ -173,10 +184,14 @@ class CpuRunner(ModelRunner):
     def _with_drafts(self, drafter: Drafter, segments: Sequence[Segment]) -> Sequence[Segment]:
         """Decodes with the tokens that are proposed to follow their last one, and all other segments."""
         rows: dict[int, DraftRow] = {}
+        decodes = [segment for segment in segments if segment.max_tokens is not None]
+        self._most_drafts = self.max_tokens_per_row - 1
+        if self._lengths is not None and decodes:
+            self._most_drafts = self._lengths.choose(_slots(decodes))
         for index, segment in enumerate(segments):
             if segment.max_tokens is not None and segment.sample is not None:
                 most = min(segment.max_tokens, self.max_tokens_per_row) - 1
-                if most > 0:
+                if most > 0 and (self._most_drafts or segment.sample.guide is not None):
                     rows[index] = DraftRow(sample=segment.sample, most=most)
         drafted = list(segments)
         for index, ids in zip(rows, drafts_of(drafter, list(rows.values()), self.vocab_size), strict=True):
@@ -277,6 +292,10 @@ class CpuRunner(ModelRunner):
         padded = _padded_to(rows, self._tiles.padded(len(rows)))
         logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
         return logits[: len(rows)]
+
+
+def _slots(segments: Sequence[Segment]) -> IntArray:
+    return np.array([segment.slot for segment in segments], np.int32)
 
 
 def _padded_to(rows: SlotArray, length: int) -> SlotArray:

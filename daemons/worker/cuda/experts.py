@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant
+from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 
 
@@ -33,3 +35,13 @@ class PlainExperts(Experts):
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
+
+
+class Fp8Experts(Experts):
+    """Weights in FP8 with a scale a block of 128 x 128; rows are quantised as they come."""
+
+    def __init__(self, ops: Fp8Ops, weights: QuantizedExperts) -> None:
+        self._ops, self._weights = ops, weights
+
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        self._ops.add_experts(residual_TD, x_TD, routes, self._weights)

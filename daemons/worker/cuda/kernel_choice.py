@@ -79,7 +79,7 @@ def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: t
             is_deterministic=settings.deterministic,
             is_tuned=settings.tune_gemm,
         )
-    return TritonFp8Ops(plain, gemm, use_pdl=use_pdl)
+    return TritonFp8Ops(plain, gemm, use_pdl=use_pdl, is_deterministic=settings.deterministic)
 
 
 def _compiled_ops(settings: DeviceSettings, model: LoadedModel, gemm: GemmBackend, device: torch.device) -> Ops:

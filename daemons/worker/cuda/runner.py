@@ -47,6 +47,7 @@ from radixmesh.daemons.worker.runner import (
     SegmentOutput,
     StepOutput,
 )
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
@@ -145,11 +146,19 @@ class DeviceRunner(ModelRunner):
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
 
-    def verify(self, drafter: Drafter, *, max_drafts: int, graph_rows: tuple[int, ...] | None = None) -> None:
+    def verify(
+        self,
+        drafter: Drafter,
+        *,
+        max_drafts: int,
+        graph_rows: tuple[int, ...] | None = None,
+        lengths: DraftLengths | None = None,
+    ) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, as `CpuRunner.verify`.
 
         To be called before an executor is made of the runner. graph_rows: sizes of the steps that are captured; None:
-        those of the runner's limits. Attention that needs exact lengths verifies nothing.
+        those of the runner's limits. lengths: says which steps draft; None: all do.
+        Attention that needs exact lengths verifies nothing.
         """
         if self._attention.needs_exact_lengths:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
@@ -168,6 +177,7 @@ class DeviceRunner(ModelRunner):
                 max_drafts=max_drafts,
                 page_size=self.page_size,
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
+                lengths=lengths,
             )
             self._verify.capture()
             self.device.record_event().wait()
@@ -338,6 +348,8 @@ class DeviceRunner(ModelRunner):
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
             got = NO_ROWS if verifying is None else verify.yielded(verifying, of_rows.result())
+            if verifying is not None and not segments:
+                verify.observe(verifying, got, end_ns - start_ns)
             return StepOutput(
                 tokens=got.tokens,
                 counts=got.counts,

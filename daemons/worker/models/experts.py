@@ -61,12 +61,12 @@ class ExpertWeights:
     def empty(
         cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement, has_bias: bool = False
     ) -> ExpertWeights:
-        """Memory for the weights, not filled."""
+        """Memory for the weights, not filled; biases have it where projections have none."""
         share = placement.experts.share(num_experts)
         bias = torch.empty(share.size, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
         return cls(
-            w_gate_up_EDF2=_aligned_stack(share.size, hidden_size, 2 * mlp_size, placement),
-            w_down_EFD=_aligned_stack(share.size, mlp_size, hidden_size, placement),
+            w_gate_up_EDF2=_aligned_stack(share.size, hidden_size, 2 * mlp_size, placement.of_projections()),
+            w_down_EFD=_aligned_stack(share.size, mlp_size, hidden_size, placement.of_projections()),
             num_experts=num_experts,
             share=share,
             b_gate_up_EF2=bias[:, : 2 * mlp_size] if has_bias else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Placement:
     """Placement of a model: device, dtype of weights and KV, and the ranks that share it, or its experts.
 
     is_out_first: projections lie in memory as [out, in], whichever way round the model sees them. has_projections:
-    False leaves those of a decoder's layers without memory (meta tensors), for who holds them in another form.
+    False leaves those of the layers, and experts, without memory (meta tensors), for who holds them in another form.
     max_total_len: longest sequence that is served, where it may be shorter than what the model allows.
     """
 
@@ -35,6 +35,10 @@ class Placement:
     has_projections: bool = True
     max_total_len: int | None = None
     experts: ExpertDispatch = field(default_factory=LocalDispatch)
+
+    def of_projections(self) -> Placement:
+        """The same for projections of layers, which may have no memory."""
+        return self if self.has_projections else replace(self, device=torch.device("meta"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,11 +100,11 @@ class SimulatedRunner(ModelRunner):
     def _compute(self, segment: Segment) -> SegmentOutput:
         end = segment.start + len(segment.ids)
         positions = np.arange(segment.start, end, dtype=np.int32)
-        places = segment.pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        kv_indices = segment.pages[positions // self.page_size] * self.page_size + positions % self.page_size
         before = self._at(segment, segment.start - 1) if segment.start else EMPTY_PREFIX
         # Sums wrap around: 64-bit arithmetic is what the hash is defined in.
         contents = np.cumsum(token_hashes(segment.ids, positions), dtype=np.uint64) + before
-        self.kv[places] = contents
+        self.kv[kv_indices] = contents
         token, logprobs = (None, None) if segment.sample is None else self._sample(segment, contents[-1:], end - 1)
         return SegmentOutput(token=token, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs(segment))
 
@@ -112,8 +112,8 @@ class SimulatedRunner(ModelRunner):
         sample = segment.sample
         assert sample is not None and sample.position == last + 1
         position = np.array([last], np.int32)
-        places = witness_positions(prefix, position)[:, 0].tolist()
-        witnesses = np.array([[self._at(segment, place)] for place in places], np.uint64)
+        witnessed = witness_positions(prefix, position)[:, 0].tolist()
+        witnesses = np.array([[self._at(segment, at)] for at in witnessed], np.uint64)
         sampling = sample.sampling
         seeds, is_sampled = np.array([sampling.seed or 0], np.uint64), np.array([not sampling.is_greedy])
         noise = noise_of(prefix, witnesses, seeds, is_sampled, position + 1)

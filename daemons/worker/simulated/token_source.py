@@ -122,7 +122,7 @@ def simulated_continuation(
     for step in range(num_tokens):
         last = np.array([len(tokens) - 1], np.int32)
         prefix = np.array([kv[-1]], np.uint64)
-        witness = np.array([[kv[place]] for place in witness_positions(prefix, last)[:, 0].tolist()], np.uint64)
+        witness = np.array([[kv[at]] for at in witness_positions(prefix, last)[:, 0].tolist()], np.uint64)
         seeds, is_sampled = np.array([seed], np.uint64), np.array([temperature > 0.0])
         noise = noise_of(prefix, witness, seeds, is_sampled, last + 1)
         is_suppressed = step < num_suppressed

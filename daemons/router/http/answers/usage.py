@@ -16,21 +16,31 @@ class UsageSum:
     def __init__(self) -> None:
         self._prompt: dict[int, tuple[int, int]] = {}
         self.num_completion = 0
+        self._accepted = self._rejected = 0
 
     def add(self, place: int, finished: Finished) -> None:
         """place: which prompt."""
         cached = max(finished.cached_tokens, self._prompt.get(place, (0, 0))[1])
         self._prompt[place] = (finished.prompt_tokens, cached)
         self.num_completion += finished.num_output
+        self._accepted += finished.accepted_predictions
+        self._rejected += finished.rejected_predictions
 
     def to_json(self) -> dict[str, object]:
         num_prompt = sum(num for num, _ in self._prompt.values())
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": num_prompt + self.num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt.values())},
         }
+        if self._accepted or self._rejected:
+            # Of a worker that drafts. Rejected ones are no completion tokens here: nobody asked for them.
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._accepted,
+                "rejected_prediction_tokens": self._rejected,
+            }
+        return usage
 
 
 def usage_of(finished: Iterable[tuple[int, Finished]]) -> UsageSum:

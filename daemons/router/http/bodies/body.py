@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from itertools import islice
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
@@ -67,7 +68,7 @@ class Body:
 
     def without_bulk(self) -> dict[str, object]:
         """The fields that answers depend on, by name: all but those that are in the messages."""
-        bulk = self.BULK | {name for name, decoder in decoders_of(type(self)).items() if decoder is None}
+        bulk = _bulk(type(self))
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in bulk}
 
 
@@ -152,7 +153,10 @@ def parse_whole(data: Bytes, kind: type[_B], contexts: Contexts) -> Parsed[_B]:
     """The body without its bulk, and its messages. Raises MeshError as BodyReader.read says."""
     body = parse(data, kind)
     messages = list(body.to_messages(contexts))
-    return Parsed(_light(kind, body.without_bulk()), messages)
+    for name, default in _bulk(kind).items():
+        # It was made here, and nobody else has it: as _light(), without a second object.
+        object.__setattr__(body, name, default)
+    return Parsed(body, messages)
 
 
 def parse(data: Bytes, kind: type[_B]) -> _B:
@@ -188,7 +192,27 @@ def _light(kind: type[_B], values: Mapping[str, object]) -> _B:
 
 
 def _required(kind: type[Body]) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind) if field.default is MISSING)
+    return _shape(cast("Hashable", kind)).required
+
+
+def _bulk(kind: type[Body]) -> Mapping[str, object]:
+    return _shape(cast("Hashable", kind)).bulk
+
+
+class _Shape(NamedTuple):
+    """Of a kind of bodies. required: fields without a default. bulk: fields that are in the messages, with what stands
+    in their place: their default, None for one without."""
+
+    required: frozenset[str]
+    bulk: Mapping[str, object]
+
+
+@cache
+def _shape(kind: Hashable) -> _Shape:
+    body = cast("type[Body]", kind)
+    names = body.BULK | {name for name, decoder in decoders_of(body).items() if decoder is None}
+    bulk = {f.name: None if f.default is MISSING else f.default for f in fields(body) if f.name in names}
+    return _Shape(frozenset(f.name for f in fields(body) if f.default is MISSING), bulk)
 
 
 def _check_utf8(data: Bytes) -> None:

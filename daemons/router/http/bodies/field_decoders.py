@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar, cast
 import msgspec
 
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes, bound_of_values, shape_of
+from radixmesh.daemons.router.http.bodies.type_errors import in_words
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 Raw = msgspec.Raw
@@ -58,7 +59,7 @@ def read_fields(data: Bytes, where: str = "") -> dict[str, Raw]:
         return _OBJECT.decode(data)
     except msgspec.ValidationError as error:
         if where:
-            raise invalid(where, f"{where}: {error}") from None
+            raise invalid(where, in_words(where, str(error), dict)) from None
         raise malformed(f"the body has the wrong shape ({error}): send an object") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise malformed(f"the body is no JSON ({error}): send an object") from None
@@ -71,7 +72,7 @@ def decode(decoder: msgspec.json.Decoder[_T], raw: Bytes, where: str) -> _T:
     except UnicodeDecodeError as error:
         raise malformed(f"the body is no JSON ({error}): send UTF-8") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(where, f"{where}: {error}") from None
+        raise invalid(where, in_words(where, str(error), decoder.type)) from None
 
 
 def text_of(raw: Bytes, where: str) -> str:

@@ -100,12 +100,12 @@ def _content(raw: Bytes | None, where: str, unread: dict[str, None]) -> str:
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": f"{where}.type"})
         kind = text_of(fields["type"], f"{where}.type")
         if kind != "text" or "text" not in fields or is_null(fields["text"]):
-            raise unsupported(where, f"{where} has a part of type {kind[:32]!r}: only text is offered")
+            raise unsupported(where, f"{where} has a part of type {kind[:32]!r}: send parts of text alone")
         texts.append(text_of(fields["text"], f"{where}.text"))
         for name in fields.keys() - _PART_FIELDS:
             if name not in HARMLESS and not is_null(fields[name]):
                 raise unsupported(
-                    f"{where}.{name[:32]}", f"{where} has a part with {name[:32]!r}: only text is offered"
+                    f"{where}.{name[:32]}", f"{where} has a part with {name[:32]!r}: send parts of text alone"
                 )
             unread[f"messages.content.{name}"] = None
     return "".join(texts)

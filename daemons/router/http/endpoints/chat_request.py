@@ -63,7 +63,7 @@ class ChatRequest(GenerationOptions):
         settled = GenerationOptions.settled(self)
         assert self.messages is not None
         if self.add_special_tokens:
-            message = "add_special_tokens is not offered for chats: the template writes what is special"
+            message = "add_special_tokens is not offered for chats, whose template writes those: leave it out"
             raise unsupported("add_special_tokens", message)
         use = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         # "none": the model is not to call any, so it is shown none.

@@ -116,6 +116,8 @@ class GenerationOptions(TokenOptions):
         if self.stream_options is None:
             return replace(self, constrained_by=by) if by else self
         options = read_object(self.stream_options, StreamOptions, "stream_options")
+        if not (options.include_usage or options.ignored or by):
+            return self
         ignored = (*self.ignored, *options.ignored)
         return replace(self, includes_usage=bool(options.include_usage), ignored=ignored, constrained_by=by)
 

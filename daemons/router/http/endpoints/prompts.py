@@ -160,4 +160,6 @@ def _first(raw: Bytes) -> bytes:
 
 
 def no_form(field: str) -> MeshError:
-    return invalid(field, f"{field} is none of: a text, a list of texts, a list of ids, a list of lists of ids")
+    return invalid(
+        field, f"{field} is no prompt: send a text, a list of texts, a list of ids, or a list of lists of ids"
+    )

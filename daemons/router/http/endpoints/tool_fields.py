@@ -96,7 +96,7 @@ def _tool(raw: Bytes, where: str, *, is_guided: bool) -> Tool:
     function = read_fields(fields["function"], f"{where}.function")
     name = text_of(function["name"], f"{where}.function.name") if "name" in function else ""
     if not _NAME.fullmatch(name):
-        message = f"{where}.function.name is no name: 1 to 128 letters, digits and _ . : / -"
+        message = f"{where}.function.name is no name: use 1 to 128 letters, digits and _ . : / -"
         raise invalid(f"{where}.function.name", message)
     strict = function.get("strict")
     is_strict = strict is not None and not is_null(strict) and decode(_BOOL, strict, f"{where}.function.strict")

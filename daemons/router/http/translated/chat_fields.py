@@ -118,4 +118,6 @@ def function_tool(reader: FieldReader, entry: object, where: str, schema: str) -
 
 def only_text(kind: object, where: str) -> MeshError:
     """UNSUPPORTED for a part of another kind than text."""
-    return unsupported(where, f"{where} has a part of type {str(kind)[:32]!r}: only text is offered")
+    if kind is None:
+        return unsupported(where, f"{where} has no type: send parts of text, with type and text")
+    return unsupported(where, f"{where} is a part of type {str(kind)[:32]!r}: send parts of text alone")

@@ -200,7 +200,7 @@ def _format_of(raw: Bytes | None) -> msgspec.Raw | None:
     if bytes(raw) == b'"json"':
         return packed({"type": "json_object"})
     if bytes(memoryview(raw)[:1]) != b"{":
-        raise invalid("format", 'format is "json" or a JSON schema')
+        raise invalid("format", 'format is neither: send "json" or a JSON schema')
     return msgspec.Raw(b'{"type": "json_schema", "json_schema": {"name": "answer", "schema": ' + bytes(raw) + b"}}")
 
 

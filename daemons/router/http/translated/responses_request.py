@@ -246,7 +246,10 @@ def _choice_of(reader: FieldReader, value: object) -> object:
         return value
     fields = reader.fields(value, "tool_choice", ("type", "name"))
     if fields.get("type") != "function":
-        raise unsupported("tool_choice", "tool_choice is auto, none, required, or {'type': 'function', 'name': ...}")
+        raise unsupported(
+            "tool_choice",
+            "tool_choice is none of its values: send auto, none, required, or {'type': 'function', 'name': ...}",
+        )
     name = reader.required_text(fields, "name", "tool_choice")
     return {"type": "function", "function": {"name": name}}
 

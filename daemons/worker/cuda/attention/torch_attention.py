@@ -52,9 +52,9 @@ class _TorchStep(StepAttention):
         shape, size = self._attention.shape, self._attention.page_size
         for first, num_rows, slot, kv_len in self._sequences:
             positions = torch.arange(kv_len, device=query_THd.device)
-            places = self._step.page_tables[slot, positions // size].long() * size + positions % size
-            keys_LHd = take_rows(keys_SKd, places).repeat_interleave(shape.group_size, dim=1)
-            values_LHd = take_rows(values_SKd, places).repeat_interleave(shape.group_size, dim=1)
+            kv_indices = self._step.page_tables[slot, positions // size].long() * size + positions % size
+            keys_LHd = take_rows(keys_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
+            values_LHd = take_rows(values_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
             query = query_THd[first : first + num_rows].float()
             scores_HTL = torch.einsum("thd,lhd->htl", query, keys_LHd) * shape.scale
             if shape.softcap is not None:

@@ -19,6 +19,9 @@ from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_rows_reference
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
+from radixmesh.kernels.moe.fp8_grouped_gemm import default_fp8_config, fp8_routed_experts, fp8_routed_experts_reference
+from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
+from radixmesh.kernels.moe.route import Routes
 
 Rows = torch.Tensor | QuantizedRows
 """[T, K] in the form that the GEMM takes."""
@@ -89,6 +92,18 @@ class Fp8Ops(ABC):
             return self._gate_up_silu(x_TD, w, norm_D, eps)
         return self._plain.gate_up_silu(x_TD, w, norm_D, eps)
 
+    def add_experts(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
+    ) -> None:
+        """As Ops.add_experts; x and what the gate makes of it are quantised in groups of 128."""
+        self._add_experts(residual_TD, x_TD, routes, experts)
+        self._plain.gemm.changed()
+
+    @abstractmethod
+    def _add_experts(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
+    ) -> None: ...
+
     @abstractmethod
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows: ...
 
@@ -121,6 +136,11 @@ class TorchFp8Ops(Fp8Ops):
     def __init__(self, plain: Ops) -> None:
         super().__init__(plain, TorchFp8Gemm())
 
+    def _add_experts(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
+    ) -> None:
+        residual_TD.copy_(fp8_routed_experts_reference(x_TD, routes, experts, residual_TD))
+
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows_reference(x_TK, is_grouped=is_grouped)
 
@@ -135,11 +155,26 @@ class TorchFp8Ops(Fp8Ops):
 
 
 class TritonFp8Ops(Fp8Ops):
-    """The project's kernels. use_pdl: as for TritonOps."""
+    """The project's kernels. use_pdl, is_deterministic: as for TritonOps."""
 
-    def __init__(self, plain: Ops, gemm: Fp8Gemm, *, use_pdl: bool = False) -> None:
+    def __init__(self, plain: Ops, gemm: Fp8Gemm, *, use_pdl: bool = False, is_deterministic: bool = False) -> None:
         super().__init__(plain, gemm)
         self._use_pdl = use_pdl
+        # One configuration for any number of rows, so that a row's sums are the same beside any others.
+        self._experts_config = default_fp8_config(1, 1) if is_deterministic else None
+
+    def _add_experts(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
+    ) -> None:
+        fp8_routed_experts(
+            x_TD,
+            routes,
+            experts,
+            residual_TD=residual_TD,
+            out=residual_TD,
+            config=self._experts_config,
+            use_pdl=self._use_pdl,
+        )
 
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows(x_TK, is_grouped=is_grouped, use_pdl=self._use_pdl)

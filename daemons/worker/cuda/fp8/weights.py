@@ -78,7 +78,7 @@ def load_layers(
 ) -> QuantizedLayers:
     """Takes all that the targets name: fills those with memory, and makes the projections of the layers, which have
     none. is_online: projections that come in another dtype are quantised; otherwise they stay as they are."""
-    maker = _Maker(source, form, dtype, device, is_online)
+    maker = MatrixMaker(source, form, dtype, device, is_online)
     for name, tensor in targets.tensors.items():
         if not tensor.is_meta:
             tensor.copy_(source.take(name).full())
@@ -87,16 +87,18 @@ def load_layers(
         parts = layer_parts(config, index)
         layers.append(
             LayerMatrices(
-                qkv=maker.make(parts.qkv),
-                o=maker.make(parts.o),
-                gate_up=maker.make(parts.gate_up),
-                down=maker.make(parts.down),
+                qkv=maker.make(*_names(parts.qkv)),
+                o=maker.make(*_names(parts.o)),
+                gate_up=maker.make(*_names(parts.gate_up)),
+                down=maker.make(*_names(parts.down)),
             )
         )
     return QuantizedLayers(form=form, layers=tuple(layers))
 
 
-class _Maker:
+class MatrixMaker:
+    """Takes projections from a source, as FP8 matrices where they are stored so, or are to be quantised (is_online)."""
+
     def __init__(
         self, source: WeightSource, form: Fp8Form, dtype: torch.dtype, device: torch.device, is_online: bool
     ) -> None:
@@ -106,14 +108,15 @@ class _Maker:
         self._device = device
         self._is_online = is_online
 
-    def make(self, parts: Sequence[Part]) -> Matrix:
-        stored = [self._source.take(f"{part.name}.weight") for part in parts]
+    def make(self, *modules: str) -> Matrix:
+        """Of projections that become one matrix, in this order. Raises MeshError BAD_CHECKPOINT."""
+        stored = [self._source.take(f"{module}.weight") for module in modules]
         scales = [weight.scales for weight in stored if weight.scales is not None]
         if len(scales) == len(stored):
             return self._as_it_is(stored, scales)
         plain_NK = self._joined([weight.full() for weight in stored], self._dtype)
         if self._is_online:
-            return _quantized(plain_NK, is_grouped=self._is_grouped)
+            return quantize_in_parts(plain_NK, is_grouped=self._is_grouped)
         # At least one part is not FP8: a fused matrix has one dtype.
         return plain_NK
 
@@ -145,7 +148,11 @@ class _Maker:
         return joined
 
 
-def _quantized(plain_NK: torch.Tensor, *, is_grouped: bool) -> QuantizedMatrix:
+def _names(parts: Sequence[Part]) -> list[str]:
+    return [part.name for part in parts]
+
+
+def quantize_in_parts(plain_NK: torch.Tensor, *, is_grouped: bool) -> QuantizedMatrix:
     """`quantize_matrix`, some rows at a time: it holds them in float32."""
     parts = [quantize_matrix(rows, is_grouped=is_grouped) for rows in torch.split(plain_NK, _ROWS_AT_ONCE)]
     data_NK = torch.cat([part.data_NK.view(torch.uint8) for part in parts]).view(FP8)

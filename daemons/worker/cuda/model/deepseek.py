@@ -5,12 +5,14 @@ Legend: T rows, D hidden size, H heads, R rank of the latents.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
-from radixmesh.daemons.worker.cuda.experts import PlainExperts
+from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices, QuantizedDeepseek
+from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention
@@ -19,6 +21,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     Kernels,
     LoadedModel,
     TunableMatrices,
+    create_experts,
     create_linear,
 )
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
@@ -36,7 +39,9 @@ from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
 
 class LoadedDeepseek(LoadedModel):
-    def __init__(self, model: DeepseekModel) -> None:
+    """quantized: the projections and experts, where the weights have none."""
+
+    def __init__(self, model: DeepseekModel, quantized: QuantizedDeepseek | None = None) -> None:
         config, weights = model.config, model.weights
         self.config, self.weights = config, weights
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -45,25 +50,28 @@ class LoadedDeepseek(LoadedModel):
         self.tasks = model.tasks
         self.kv_layout, self.attention_shape = model.kv_layout, model.attention_shape
         self.windows = (None,) * config.num_layers
-        self.quantization, self.num_plain = "none", None
+        self.quantization = "none" if quantized is None else str(quantized.form)
+        self.num_plain = None if quantized is None else quantized.num_plain
+        self.matrices = [DeepseekMatrices.of(layer) for layer in weights.layers]
+        if quantized is not None:
+            self.matrices = list(quantized.layers)
         self.latent_rank = config.kv_lora_rank
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
-        layers = self.weights.layers
-        attentions = [layer.attention for layer in layers]
-        dense = [layer.mlp for layer in layers if isinstance(layer.mlp, MlpWeights)]
-        shared = [layer.mlp.shared for layer in layers if not isinstance(layer.mlp, MlpWeights) and layer.mlp.shared]
+        is_dense = [isinstance(layer.mlp, MlpWeights) for layer in self.weights.layers]
+        dense, shared = (
+            [of for of, is_one in zip(self.matrices, is_dense, strict=True) if is_one is wanted]
+            for wanted in (True, False)
+        )
         groups = [
-            TunableMatrices(tuple(of.w_in_DX.t() for of in attentions), GemmEpilogue.PLAIN),
-            TunableMatrices(tuple(of.w_out_OD.t() for of in attentions), GemmEpilogue.ADDED),
-            TunableMatrices(
-                tuple(of.w_query_QY.t() for of in attentions if of.w_query_QY is not None), GemmEpilogue.PLAIN
-            ),
+            TunableMatrices(tuple(of.w_in for of in self.matrices), GemmEpilogue.PLAIN),
+            TunableMatrices(tuple(of.w_out for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(_there(of.w_query for of in self.matrices), GemmEpilogue.PLAIN),
         ]
         for mlps in (shared, dense):
             groups += [
-                TunableMatrices(tuple(mlp.w_gate_up_DF2.t() for mlp in mlps), GemmEpilogue.PLAIN),
-                TunableMatrices(tuple(mlp.w_down_FD.t() for mlp in mlps), GemmEpilogue.ADDED),
+                TunableMatrices(_there(mlp.gate_up for mlp in mlps), GemmEpilogue.PLAIN),
+                TunableMatrices(_there(mlp.down for mlp in mlps), GemmEpilogue.ADDED),
             ]
         groups.append(TunableMatrices((self.weights.head_DV.t(),), GemmEpilogue.PLAIN))
         return tuple(group for group in groups if group.matrices)
@@ -104,10 +112,10 @@ class DeviceDeepseek(DeviceModel):
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
         self.parts = [
             _Layer(
-                _create_attention(config, layer, kernels, angles, kv.tokens(PLANE, index)),
-                _create_mlp(config, layer, kernels),
+                _create_attention(config, layer, matrices, kernels, angles, kv.tokens(PLANE, index)),
+                _create_mlp(config, layer, matrices, kernels),
             )
-            for index, layer in enumerate(weights.layers)
+            for index, (layer, matrices) in enumerate(zip(weights.layers, loaded.matrices, strict=True))
         ]
 
     def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
@@ -128,6 +136,7 @@ class DeviceDeepseek(DeviceModel):
 def _create_attention(
     config: DeepseekConfig,
     layer: DeepseekLayer,
+    matrices: DeepseekMatrices,
     kernels: Kernels,
     angles: RopeAngles,
     latents_S1C: torch.Tensor,
@@ -135,51 +144,51 @@ def _create_attention(
     weights = layer.attention
     return MlaAttention(
         norm=Norm(layer.attention_norm_D, config.norm_eps),
-        w_in=create_linear(kernels, weights.w_in_DX.t(), weights.b_in_X),
-        query=_create_query(weights, kernels),
+        w_in=create_linear(kernels, matrices.w_in, weights.b_in_X),
+        query=_create_query(weights, matrices, kernels),
         latent_norm=LatentNorm(weights.latent_norm_R, INNER_EPS, config.is_rope_interleaved),
         key_HRn=weights.w_expand_HER[:, : config.nope_dim].transpose(1, 2),
         value_HvR=weights.w_expand_HER[:, config.nope_dim :],
-        w_out=create_linear(kernels, weights.w_out_OD.t(), weights.b_out_D),
+        w_out=create_linear(kernels, matrices.w_out, weights.b_out_D),
         angles=angles,
         latents_S1C=latents_S1C,
         ops=kernels.plain,
     )
 
 
-def _create_query(weights: LatentAttentionWeights, kernels: Kernels) -> LatentQuery | None:
-    if weights.query_norm_Q is None or weights.w_query_QY is None:
+def _create_query(weights: LatentAttentionWeights, matrices: DeepseekMatrices, kernels: Kernels) -> LatentQuery | None:
+    if weights.query_norm_Q is None or matrices.w_query is None:
         return None
-    w_query = create_linear(kernels, weights.w_query_QY.t(), None)
+    w_query = create_linear(kernels, matrices.w_query, None)
     return LatentQuery(norm_Q=weights.query_norm_Q, eps=INNER_EPS, w_query=w_query)
 
 
-def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, kernels: Kernels) -> Mlp:
+def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
     weights = layer.mlp
+    gate_up, down = (
+        None if matrix is None else create_linear(kernels, matrix, None) for matrix in (matrices.gate_up, matrices.down)
+    )
     if isinstance(weights, MlpWeights):
-        gate_up, down = (create_linear(kernels, w.t(), None) for w in (weights.w_gate_up_DF2, weights.w_down_FD))
+        assert gate_up is not None and down is not None
         return GatedMlp(norm=Norm(layer.mlp_norm_D, config.norm_eps), gate_up=gate_up, down=down)
-    assert config.router is not None
+    assert config.router is not None and matrices.experts is not None
     shared = None
-    if weights.shared is not None:
-        gate_up, down = (
-            create_linear(kernels, w.t(), None) for w in (weights.shared.w_gate_up_DF2, weights.shared.w_down_FD)
-        )
+    if gate_up is not None and down is not None:
         shared = SharedExpert(gate_up=gate_up, down=down, w_gate_1D=None)
     return RoutedMlp(
         norm_D=layer.mlp_norm_D,
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=router_rule(config.router),
-        experts=PlainExperts(
-            kernels.plain,
-            weights.experts.w_gate_up_EDF2.transpose(1, 2),
-            weights.experts.w_down_EFD.transpose(1, 2),
-        ),
+        experts=create_experts(kernels, matrices.experts),
         shared=shared,
         ops=kernels.plain,
         b_router_E=weights.b_router_E,
     )
+
+
+def _there(matrices: Iterable[Matrix | None]) -> tuple[Matrix, ...]:
+    return tuple(matrix for matrix in matrices if matrix is not None)
 
 
 def router_rule(router: RouterConfig) -> RouterRule:

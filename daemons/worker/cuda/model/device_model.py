@@ -17,6 +17,8 @@ from torch.nn import functional
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.experts import Experts, Fp8Experts, PlainExperts
+from radixmesh.daemons.worker.cuda.fp8.expert_weights import ExpertMatrices
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
@@ -24,6 +26,7 @@ from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
+from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.rope_kv import KvTarget
 
 
@@ -132,3 +135,11 @@ def create_linear(kernels: Kernels, w: Matrix, b_N: torch.Tensor | None) -> Line
         assert kernels.fp8 is not None, "FP8 weights, and no kernels for them"
         return Fp8Linear(kernels.fp8, w, b_N)
     return PlainLinear(kernels.plain, w, b_N)
+
+
+def create_experts(kernels: Kernels, w: ExpertMatrices) -> Experts:
+    """The kind of Experts that the weights are for."""
+    if isinstance(w, QuantizedExperts):
+        assert kernels.fp8 is not None, "FP8 experts, and no kernels for them"
+        return Fp8Experts(kernels.fp8, w)
+    return PlainExperts(kernels.plain, w.w_gate_up_E2FD, w.w_down_EDF)

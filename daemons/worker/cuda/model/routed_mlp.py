@@ -61,11 +61,11 @@ class RoutedMlp(Mlp):
         self.experts.add_to(rows_TD, normed_TD, routes)
 
     def _add_shared(self, shared: SharedExpert, residual: Residual, normed_TD: torch.Tensor) -> None:
-        gated_TF = self.ops.silu_mul(shared.gate_up.multiplied(normed_TD), self.eps)
+        gate_up = shared.gate_up.multiplied(normed_TD)
         if shared.w_gate_1D is None:
-            shared.down.add_to(residual, gated_TF)
+            shared.down.add_gated_to(residual, gate_up, self.eps)
             return
-        result_TD = shared.down.multiplied(gated_TF).out_TN
+        result_TD = shared.down.multiplied(self.ops.silu_mul(gate_up, self.eps)).out_TN
         result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
         rows_TD = residual.rows()
         rows_TD += result_TD

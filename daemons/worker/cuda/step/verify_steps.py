@@ -29,6 +29,7 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
@@ -50,11 +51,12 @@ each position is a decode of its own, whose KV is split."""
 
 
 class Verifying(NamedTuple):
-    """A launched step. padded: its rows and those of padding. asking: the rows that ask for logprobs; positions: the
-    positions of these rows."""
+    """A launched step. padded: its rows and those of padding. num_positions: of a row. asking: the rows that ask for
+    logprobs; positions: the positions of these rows."""
 
-    num_rows: int
+    slots: IntArray
     padded: int
+    num_positions: int
     asking: Asking
     positions: Asking
 
@@ -86,11 +88,13 @@ class VerifySteps:
         max_drafts: int,
         page_size: int,
         graph_rows: tuple[int, ...],
+        lengths: DraftLengths | None = None,
     ) -> None:
+        """lengths: says before each step whether it drafts; None: all do."""
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
         self._page_size = page_size
-        self._num_positions = 1 + max_drafts
+        self._num_positions, self._lengths = 1 + max_drafts, lengths
         # The device drafts behind the tokens that it has; it writes where the host's window would be.
         steps_ahead = _STEPS_AHEAD if self._on_device is None else 0
         self._window = max_drafts + steps_ahead * self._num_positions
@@ -100,8 +104,9 @@ class VerifySteps:
         self._graphs = DecodeGraphs(device, graph_rows)
         # A row of the ring holds the tokens of all positions, then the counts of all rows, then their drafts' number.
         self._ring = TokenRing(device, max_rows=max_rows * (self._num_positions + 2))
-        self._rows = DraftRows.allocate(max_rows, self._num_positions, device.torch_device)
-        self._sampled_1T = torch.zeros_like(self._rows.tokens)[None]
+        widths = {1 + max_drafts} if lengths is None else {1, 1 + max_drafts}
+        self._rows = {width: DraftRows.allocate(max_rows, width, device.torch_device) for width in widths}
+        self._sampled_1T = torch.zeros_like(self._rows[1 + max_drafts].tokens)[None]
         self._zero_1 = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         # Rows of one slot all sample: none of their tokens is the slot's last one before it is accepted.
         self._no_last_S = torch.zeros_like(slots.last_tokens)
@@ -110,26 +115,30 @@ class VerifySteps:
 
     def capture(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory."""
-        for num_rows in sorted(self._graphs.sizes, reverse=True):
-            stage = partial(self._stage, None, num_rows)
-            self._graphs.capture(num_rows, "", partial(self._forward, num_rows), stage)
+        for width in sorted(self._rows, reverse=True):
+            for num_rows in sorted(self._graphs.sizes, reverse=True):
+                stage = partial(self._stage, None, num_rows, width)
+                self._graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot: what is drafted for it."""
         self._admits[admit.slot] = admit
+        if self._lengths is not None:
+            self._lengths.admitted(admit.slot)
 
     def launch(self, rows: DecodeRows) -> Verifying:
         """Launches a step of decodes alone; pages, last tokens and lengths that are new come with it."""
         num_rows = len(rows.slots)
         bucket = self._graphs.bucket(num_rows)
-        self._stage(rows, bucket or num_rows)
-        logits_TV = self._forward(num_rows) if bucket is None else self._graphs.replay(bucket, "")
+        width = self._num_positions if self._lengths is None else 1 + self._lengths.choose(rows.slots)
+        self._stage(rows, bucket or num_rows, width)
+        logits_TV = self._forward(num_rows, width) if bucket is None else self._graphs.replay(bucket, str(width))
         padded = bucket or num_rows
-        drafted, inputs = self._rows.of(padded), self._inputs(padded)
+        drafted, inputs = self._rows[width].of(padded), self._inputs(padded)
         asking = self._sampler.asking(rows.slots)
-        target = self._target(padded)
+        target = self._target(padded, width)
         self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
-        positions = self._positions_of(asking)
+        positions = _positions_of(asking, width)
         ring_index_1 = self._staging.ring_index_1
         if asking.rows:
             # Read at the ring's index as tokens of a ring are: every row of it is the same memory.
@@ -137,16 +146,16 @@ class VerifySteps:
             to = TokenTarget(ring_RT=tokens_RT, ring_index_1=ring_index_1, last_tokens_S=self._no_last_S)
             self._sampler.logprobs(logits_TV, drafted.slots, to, self._ring.logprobs, positions)
         accept_drafts(target.ring_RT[0], inputs.slots, drafted, self._state, self._ring.rows, ring_index_1)
-        return Verifying(num_rows, padded, asking, positions)
+        return Verifying(rows.slots, padded, width, asking, positions)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
         """Sampled tokens of all positions, then counts and numbers of drafts; logprobs by position."""
         self._staging.fence(done)
-        return self._ring.fetch(verifying.padded * (self._num_positions + 2), done, verifying.positions)
+        return self._ring.fetch(verifying.padded * (verifying.num_positions + 2), done, verifying.positions)
 
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
-        count, size = verifying.num_rows, self._num_positions
+        count, size = len(verifying.slots), verifying.num_positions
         tokens = fetched.tokens[: count * size].reshape(count, size)
         counts, num_drafts = fetched.tokens[verifying.padded * size :].reshape(2, verifying.padded)[:, :count]
         logprobs = {
@@ -156,8 +165,13 @@ class VerifySteps:
         }
         return Yielded(tokens[np.arange(size) < counts[:, None]], counts, num_drafts, logprobs)
 
-    def _stage(self, rows: DecodeRows | None, num_rows: int) -> None:
-        """Fills the next staging slot; None: rows of padding alone."""
+    def observe(self, verifying: Verifying, got: Yielded, duration_ns: int) -> None:
+        """A step of rows alone took so long."""
+        if self._lengths is not None:
+            self._lengths.observe(verifying.slots, got.counts, verifying.num_positions - 1, duration_ns)
+
+    def _stage(self, rows: DecodeRows | None, num_rows: int, width: int) -> None:
+        """Fills the next staging slot, for a step of so many positions a row; None: rows of padding alone."""
         count = 0 if rows is None else len(rows.slots)
         entries = np.zeros((0, 2), np.int32)
         if rows is not None:
@@ -174,8 +188,11 @@ class VerifySteps:
         assert rows.bounds is not None, "a row that verifies drafts has bounds"
         slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
         tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+        if width == 1:
+            starts[:count] = counts[:count] = 0
+            return
         if self._on_device is not None:
-            starts[:count], counts[:count] = -1, self._num_positions - 1
+            starts[:count], counts[:count] = -1, width - 1
             return
         starts[:count] = rows.bounds.known_lens
         wanted = [self._draft_row(slot, row, rows.bounds) for row, slot in enumerate(rows.slots.tolist())]
@@ -209,25 +226,20 @@ class VerifySteps:
             num_entries_1=staging.num_entries_1,
         )
 
-    def _target(self, num_rows: int) -> TokenTarget:
-        sampled_1T = self._sampled_1T[:, : num_rows * self._num_positions]
+    def _target(self, num_rows: int, width: int) -> TokenTarget:
+        sampled_1T = self._sampled_1T[:, : num_rows * width]
         return TokenTarget(ring_RT=sampled_1T, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
 
-    def _positions_of(self, asking: Asking) -> Asking:
-        size = self._num_positions
-        rows = [row * size + number for row in asking.rows for number in range(size)]
-        return Asking(rows, [num_top for num_top in asking.num_top for _ in range(size)])
-
-    def _forward(self, num_rows: int) -> torch.Tensor:
+    def _forward(self, num_rows: int, width: int) -> torch.Tensor:
         """A step whose inputs are staged, all positions sampled greedily: their logits. Graphs record it."""
         self._staging.fetch(num_rows)
-        rows = self._rows.of(num_rows)
+        rows = self._rows[width].of(num_rows)
         inputs = self._inputs(num_rows)
-        if self._on_device is not None:
+        if self._on_device is not None and width > 1:
             self._on_device.propose(inputs, self._state)
         expand_drafts(inputs, self._state, rows)
         tables, nothing = self._slots.page_tables, rows.slots[:0]
-        is_chunked = num_rows >= LEAST_CHUNKS
+        is_chunked = num_rows >= LEAST_CHUNKS and width > 1
         step = DeviceStep(
             page_tables=tables,
             row_slots=rows.slots,
@@ -237,14 +249,19 @@ class VerifySteps:
             chunk_slots=rows.chunk_slots if is_chunked else nothing,
             chunk_row_starts=rows.chunk_row_starts if is_chunked else nothing,
             chunk_kv_lens=rows.chunk_kv_lens if is_chunked else nothing,
-            max_chunk_len=self._num_positions if is_chunked else 0,
+            max_chunk_len=width if is_chunked else 0,
             is_from_host=False,
         )
         target = KvTarget(rows.positions, rows.slots, tables, self._page_size)
         hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, self._attention.begin(step, ""))
         logits_TV = self._model.logits(hidden_TD)
-        self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows), use_pdl=False)
+        self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width), use_pdl=False)
         return logits_TV
+
+
+def _positions_of(asking: Asking, width: int) -> Asking:
+    rows = [row * width + number for row in asking.rows for number in range(width)]
+    return Asking(rows, [num_top for num_top in asking.num_top for _ in range(width)])
 
 
 def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:

@@ -16,7 +16,9 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
+from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
+from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import QuantizedDeepseek, load_deepseek
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
@@ -25,7 +27,7 @@ from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSou
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
-from radixmesh.daemons.worker.models.model import BuiltModel, Model, Placement
+from radixmesh.daemons.worker.models.model import Model, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
 
@@ -66,14 +68,15 @@ def load_model(
         check_device(placement.device, form)
         placement = replace(placement, has_projections=False)
     is_dummy = load_format == "dummy"
-    quantized: QuantizedLayers | None = None
+    quantized: QuantizedLayers | QuantizedDeepseek | None = None
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
-        check_model(architecture, built.model, is_quantized=form is not None, attention=attention)
+        check_model(architecture, built.model, form=form, attention=attention)
         if form is not None:
-            assert isinstance(built.model, DecoderModel)
-            with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
-                quantized = _load_quantized(built, built.model, source, form, placement, is_dummy or stored is None)
+            targets = _layout(folder, built.targets, is_dummy=is_dummy)
+            with _source(folder, targets, stored, placement.device, is_dummy=is_dummy) as source:
+                is_online = is_dummy or stored is None
+                quantized = _load_quantized(built.model, targets, source, form, placement, is_online)
                 num_bytes = source.num_bytes
         elif is_dummy:
             num_bytes = fill_randomly(built.targets)
@@ -98,12 +101,12 @@ def load_model(
 
 
 def check_model(
-    architecture: str, model: Model, *, is_quantized: bool, attention: AttentionChoice | None = None
+    architecture: str, model: Model, *, form: Fp8Form | None, attention: AttentionChoice | None = None
 ) -> None:
     """Raises MeshError UNSUPPORTED for what only the CPU backend or another attention computes, before weights are
     read."""
     if isinstance(model, DecoderModel):
-        check_decoder(model.config, is_quantized=is_quantized)
+        check_decoder(model.config, is_quantized=form is not None)
         if attention is not None:
             chunks = [chunk for chunk in model.config.chunks or () if chunk is not None]
             attention.check_masks(architecture, has_sinks=model.config.has_sinks, attention_chunks=chunks)
@@ -115,40 +118,43 @@ def check_model(
             f"the cuda backend does not compute {architecture} yet: use --backend cpu",
             {"feature": architecture},
         )
-    elif is_quantized:
+    elif form is Fp8Form.CHANNEL:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
-            f"the cuda backend computes {architecture} with weights in --dtype alone: use --quantization none",
-            {"feature": "FP8 weights with latent attention"},
+            f"the cuda backend computes {architecture} with FP8 weights that have a scale a block, not one a channel: "
+            f"use --quantization {Fp8Form.BLOCK} for weights that are not quantised yet, or none",
+            {"feature": "FP8 weights by channel with latent attention"},
         )
     elif attention is not None:
         attention.check_latents(architecture)
 
 
-def _loaded(model: Model, quantized: QuantizedLayers | None) -> LoadedModel:
+def _loaded(model: Model, quantized: QuantizedLayers | QuantizedDeepseek | None) -> LoadedModel:
     if isinstance(model, DecoderModel):
+        assert not isinstance(quantized, QuantizedDeepseek)
         return LoadedDecoder(model, quantized)
-    assert isinstance(model, DeepseekModel)
-    return LoadedDeepseek(model)
+    assert isinstance(model, DeepseekModel) and not isinstance(quantized, QuantizedLayers)
+    return LoadedDeepseek(model, quantized)
 
 
 def _load_quantized(
-    built: BuiltModel,
-    model: DecoderModel,
+    model: Model,
+    targets: TensorTargets,
     source: WeightSource,
     form: Fp8Form,
     placement: Placement,
     is_online: bool,
-) -> QuantizedLayers:
-    return load_layers(
-        model.config,
-        built.targets,
-        source,
-        form,
-        dtype=placement.dtype,
-        device=placement.device,
-        is_online=is_online,
-    )
+) -> QuantizedLayers | QuantizedDeepseek:
+    dtype, device = placement.dtype, placement.device
+    if isinstance(model, DeepseekModel):
+        return load_deepseek(model.config, targets, source, dtype=dtype, device=device, is_online=is_online)
+    assert isinstance(model, DecoderModel)
+    return load_layers(model.config, targets, source, form, dtype=dtype, device=device, is_online=is_online)
+
+
+def _layout(folder: Path, targets: TensorTargets, *, is_dummy: bool) -> TensorTargets:
+    """The names that the source has tensors under."""
+    return targets.in_layout_of(() if is_dummy else index_tensors(folder))
 
 
 @contextmanager

@@ -38,18 +38,18 @@ class LatentAttentionWeights:
     b_out_D: torch.Tensor | None
 
     @classmethod
-    def empty(cls, config: DeepseekConfig, new: _New) -> LatentAttentionWeights:
+    def empty(cls, config: DeepseekConfig, new: _New, projection: _New) -> LatentAttentionWeights:
         size, rank, heads, bias = config.hidden_size, config.q_lora_rank, config.num_heads, config.has_attention_bias
         num_in = config.first_query_size + config.latent_dim
         return cls(
-            w_in_DX=new(size, num_in),
+            w_in_DX=projection(size, num_in),
             # A query that is projected at once has no bias: zeros there, the rest is filled.
             b_in_X=new(num_in).zero_() if bias else None,
             query_norm_Q=new(rank) if rank is not None else None,
-            w_query_QY=new(rank, heads * config.query_dim) if rank is not None else None,
+            w_query_QY=projection(rank, heads * config.query_dim) if rank is not None else None,
             latent_norm_R=new(config.kv_lora_rank),
             w_expand_HER=new(heads, config.nope_dim + config.value_dim, config.kv_lora_rank),
-            w_out_OD=new(heads * config.value_dim, size),
+            w_out_OD=projection(heads * config.value_dim, size),
             b_out_D=new(size) if bias else None,
         )
 
@@ -60,8 +60,8 @@ class MlpWeights:
     w_down_FD: torch.Tensor
 
     @classmethod
-    def empty(cls, hidden_size: int, mlp_size: int, new: _New) -> MlpWeights:
-        return cls(w_gate_up_DF2=new(hidden_size, 2 * mlp_size), w_down_FD=new(mlp_size, hidden_size))
+    def empty(cls, hidden_size: int, mlp_size: int, projection: _New) -> MlpWeights:
+        return cls(w_gate_up_DF2=projection(hidden_size, 2 * mlp_size), w_down_FD=projection(mlp_size, hidden_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,13 @@ class DeepseekLayer:
 
     @classmethod
     def empty(cls, config: DeepseekConfig, index: int, placement: Placement) -> DeepseekLayer:
-        new, size = _allocator(placement), config.hidden_size
+        new, projection, size = _allocator(placement), _allocator(placement.of_projections()), config.hidden_size
+        is_moe = config.is_moe(index)
         return cls(
             attention_norm_D=new(size),
-            attention=LatentAttentionWeights.empty(config, new),
+            attention=LatentAttentionWeights.empty(config, new, projection),
             mlp_norm_D=new(size),
-            mlp=_empty_moe(config, placement) if config.is_moe(index) else MlpWeights.empty(size, config.mlp_size, new),
+            mlp=_empty_moe(config, placement) if is_moe else MlpWeights.empty(size, config.mlp_size, projection),
         )
 
 
@@ -134,7 +135,7 @@ class DeepseekWeights:
                 MtpLayer(
                     embedding_norm_D=new(size),
                     hidden_norm_D=new(size),
-                    w_join_GD=new(2 * size, size),
+                    w_join_GD=_allocator(placement.of_projections())(2 * size, size),
                     block=DeepseekLayer.empty(config, config.num_layers + index, placement),
                     head_norm_D=new(size),
                 )
@@ -154,7 +155,7 @@ def _empty_moe(config: DeepseekConfig, placement: Placement) -> MoeWeights:
         experts=ExpertWeights.empty(
             num_experts=num_experts, hidden_size=size, mlp_size=config.expert_mlp_size, placement=placement
         ),
-        shared=MlpWeights.empty(size, config.shared_mlp_size, _allocator(placement))
+        shared=MlpWeights.empty(size, config.shared_mlp_size, _allocator(placement.of_projections()))
         if config.shared_mlp_size
         else None,
     )

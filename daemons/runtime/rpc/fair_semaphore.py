@@ -1,4 +1,4 @@
-"""A few places that callers take in turn, the caller that holds fewest first."""
+"""A semaphore with a bounded number of waiters; a free permit goes to the peer that holds fewest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
 
-class Turns:
-    """num_places: held at once. max_per_peer: of them by one peer. max_waiting: calls that wait, of all peers.
+class FairSemaphore:
+    """num_permits: held at once. max_per_peer: of them by one peer. max_waiting: calls that wait, of all peers.
 
     Where too many wait, the peer that has most of them gives way.
     """
 
-    def __init__(self, num_places: int, *, max_per_peer: int, max_waiting: int) -> None:
-        self._num_free = num_places
+    def __init__(self, num_permits: int, *, max_per_peer: int, max_waiting: int) -> None:
+        self._num_free = num_permits
         self._max_per_peer = max_per_peer
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -27,8 +27,8 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def place(self, peer: str) -> AsyncIterator[None]:
-        """Within it the caller holds a place. Raises MeshError OVERLOADED where too many wait already."""
+    async def permit(self, peer: str) -> AsyncIterator[None]:
+        """Within it the caller holds a permit. Raises MeshError OVERLOADED where too many wait already."""
         await self.take(peer)
         try:
             yield
@@ -36,7 +36,7 @@ class Turns:
             self.give_back(peer)
 
     async def take(self, peer: str) -> None:
-        """A place that the caller gives back itself, once. Raises MeshError OVERLOADED as place() does."""
+        """A permit that the caller gives back itself, once. Raises MeshError OVERLOADED as permit() does."""
         if self._num_free and self._held[peer] < self._max_per_peer:
             self._take(peer)
         else:
@@ -53,29 +53,31 @@ class Turns:
     async def _wait(self, peer: str) -> None:
         if self._num_waiting >= self._max_waiting:
             self._make_room(peer)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(peer, deque()).append(turn)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append(waiter)
         self._num_waiting += 1
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled():  # It got the place in the same moment.
+            if not waiter.cancelled():  # It got the permit in the same moment.
                 self.give_back(peer)
-            elif peer in self._waiting and turn in self._waiting[peer]:
-                self._forget(peer, turn)
+            elif peer in self._waiting and waiter in self._waiting[peer]:
+                self._forget(peer, waiter)
             raise
 
     def _make_room(self, peer: str) -> None:
         """Refuses the last one that waits of the peer with most; raises OVERLOADED where that is the caller itself."""
-        message = f"no place is free and {self._num_waiting} calls wait already: retry later, or on another replica"
+        message = (
+            f"all calls that run at once are taken and {self._num_waiting} wait already: retry, or on another replica"
+        )
         error = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         fullest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=peer)
         if len(self._waiting.get(fullest, ())) <= len(self._waiting.get(peer, ())) + 1:
             raise error
-        turn = self._waiting[fullest][-1]
-        self._forget(fullest, turn)
-        if not turn.done():
-            turn.set_exception(error)
+        waiter = self._waiting[fullest][-1]
+        self._forget(fullest, waiter)
+        if not waiter.done():
+            waiter.set_exception(error)
 
     def _take(self, peer: str) -> None:
         self._num_free -= 1
@@ -87,16 +89,16 @@ class Turns:
             if not able:
                 return
             peer = min(able, key=self._held.__getitem__)
-            turn = self._waiting[peer][0]
-            self._forget(peer, turn)
+            waiter = self._waiting[peer][0]
+            self._forget(peer, waiter)
             if peer in self._waiting:
                 self._waiting.move_to_end(peer)
-            if not turn.done():
+            if not waiter.done():
                 self._take(peer)
-                turn.set_result(None)
+                waiter.set_result(None)
 
-    def _forget(self, peer: str, turn: asyncio.Future[None]) -> None:
+    def _forget(self, peer: str, waiter: asyncio.Future[None]) -> None:
         self._num_waiting -= 1
-        self._waiting[peer].remove(turn)
+        self._waiting[peer].remove(waiter)
         if not self._waiting[peer]:
             del self._waiting[peer]
