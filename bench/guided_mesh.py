@@ -7,8 +7,8 @@
 conformance: texts of each schema at temperature 1 until one ends by itself, which is held against jsonschema; schemas
 whose texts all ended by their length are named, and so are those that are refused, by reason. kills: each daemon dies
 once a round while guided outputs, n = 2 and tool calls run; "equal" counts the answers that are the bytes of an
-undisturbed run. bombs: seconds between the tokens of free streams beside an ambiguous grammar, whose masks take ever
-longer, and without it. Prints one JSON object.
+undisturbed run. bombs: milliseconds between the tokens of free streams beside an ambiguous grammar, whose masks take
+ever longer, beside grammars that take ever longer to compile, and without them. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CITY = {
 }
 TOOL = {"type": "function", "function": {"name": "recite", "parameters": CITY}}
 # Each "a" may be either alternative: the parses double, and a mask looks at them all.
-BOMB = 'root ::= s\ns ::= "a" | s s | s s s'
+MASK_BOMB = 'root ::= s\ns ::= "a" | s s | s s s'
 
 
 async def conformance(options: argparse.Namespace) -> dict[str, object]:
@@ -171,23 +171,76 @@ def _is_valid(text: str) -> bool:
 
 
 async def bombs(options: argparse.Namespace) -> dict[str, object]:
-    """Free streams of `options.tokens` tokens each, alone and beside bombs."""
+    """Free streams of `options.tokens` tokens each: alone, beside grammars whose masks take ever longer, and beside
+    grammars that take ever longer to compile."""
     async with running_mesh("cpu") as mesh, _http(mesh) as http:
         free = {"model": NAME, "prompt": "Once", "max_tokens": options.tokens, "ignore_eos": True, "stream": True}
-        bomb = {"model": NAME, "prompt": "a", "max_tokens": 2000, "ebnf": BOMB, "temperature": 0}
         result: dict[str, object] = {"bystanders": options.streams, "tokens": options.tokens}
-        for name in ("warm-up", "quiet", "beside"):
-            running: list[asyncio.Task[httpx.Response]] = []
-            if name == "beside":
-                running = [asyncio.create_task(http.post("/v1/completions", json=bomb, timeout=None)) for _ in range(2)]
-                await asyncio.sleep(options.ahead_s)
-                result["bombs_running"] = sum(not task.done() for task in running)
+
+        async def bystanders() -> dict[str, float]:
             gaps = await asyncio.gather(*(_gaps(http, {**free, "seed": seed}) for seed in range(options.streams)))
             times = np.concatenate(gaps) * 1e3
-            result[name] = {f"p{q}_ms": round(float(np.percentile(times, q)), 2) for q in (50, 99, 100)}
-            for task in running:
-                task.cancel()
+            return {f"p{q}_ms": round(float(np.percentile(times, q)), 2) for q in (50, 99, 100)}
+
+        await bystanders()
+        before = await bystanders()
+        mask_bomb = {"model": NAME, "prompt": "a", "max_tokens": 1500, "ebnf": MASK_BOMB, "temperature": 0}
+        running = [asyncio.create_task(http.post("/v1/completions", json=mask_bomb, timeout=None)) for _ in range(2)]
+        await asyncio.sleep(options.ahead_s)
+        result["mask_bombs_running"] = sum(not task.done() for task in running)
+        result["beside_masks"] = beside_masks = await bystanders()
+        for task in running:
+            task.cancel()
+        answers: dict[str, list[object]] = {}
+        compiling = asyncio.create_task(_compile_bombs(http, answers))
+        result["beside_compilations"] = beside_compilations = await bystanders()
+        result["compile_bombs_ahead"] = not compiling.done()
+        await compiling
+        after = await bystanders()
+        quiet = max(before["p99_ms"], after["p99_ms"])
+        result |= {"quiet_before": before, "quiet_after": after, "answers": answers}
+        for name, beside in (("masks", beside_masks), ("compilations", beside_compilations)):
+            result[f"p99_ratio_{name}"] = round(beside["p99_ms"] / quiet, 2)
     return result
+
+
+async def _compile_bombs(http: httpx.AsyncClient, answers: dict[str, list[object]]) -> None:
+    """answers: status, code, limit that was met, and seconds, by name; two at a time."""
+    turns = asyncio.Semaphore(2)
+
+    async def one(name: str, fields: dict[str, object]) -> None:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 4, **fields}
+        async with turns:
+            began = time.monotonic()
+            answer = await http.post("/v1/completions", json=body, timeout=None)
+            seconds = round(time.monotonic() - began, 2)
+        error = answer.json().get("error", {})
+        answers[name] = [answer.status_code, error.get("code", ""), error.get("message", "")[:160], seconds]
+
+    await asyncio.gather(*(one(*bomb) for bomb in _bombs_of_compilation().items()))
+
+
+def _bombs_of_compilation() -> dict[str, dict[str, object]]:
+    """Each has at most 1 MiB, which is the bound of a source, but the last."""
+    doubled = {
+        f"r{level}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/r{level + 1}"} for key in "ab"}}
+        for level in range(2000)
+    }
+    rules = "\n".join(f"r{level} ::= r{level + 1} r{level + 1}" for level in range(40))
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"items": {"$ref": "#"}}}}
+    return {
+        "nested quantifiers": {"regex": "((((a{0,900}b?){0,900}c?){0,900}d?){0,900})"},
+        "quantifiers of a pattern": {"json_schema": {"type": "string", "pattern": "^(([ab]{0,999}){0,999}){9,999}$"}},
+        "huge enum": {"json_schema": {"enum": [f"value {number}" for number in range(50_000)]}},
+        "references to itself": {"json_schema": schema},
+        "references that double": {"json_schema": {"$ref": "#/$defs/r0", "$defs": {**doubled, "r2000": {}}}},
+        "rules that double": {"ebnf": f'root ::= r0\n{rules}\nr40 ::= "a" | "b"'},
+        "pattern of 1 MiB": {"regex": "(a|b)?" * 170_000},
+        "schema's pattern of 1 MiB": {"json_schema": {"type": "string", "pattern": "[a-z]?" * 170_000}},
+        "deep groups": {"regex": "(" * 400_000 + "a" + ")" * 400_000},
+        "deep schema": {"json_schema": '{"items":' * 100_000 + "{}" + "}" * 100_000},
+        "pattern beyond 1 MiB": {"regex": "a" * (1 << 21)},
+    }
 
 
 async def _gaps(http: httpx.AsyncClient, body: dict[str, Any]) -> np.ndarray:

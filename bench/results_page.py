@@ -62,7 +62,7 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _prompts, _where, _idle, gemm, attention),
+        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _speculation, _prompts, _where, _idle, gemm, attention),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
@@ -178,6 +178,27 @@ def _drafts(_: Mapping[str, Any]) -> list[str]:
         ),
         "",
         *table(["rows", "context", "plain", *(f"{count} positions" for count in positions)], rows),
+    ]
+
+
+def _speculation(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-speculation.json")
+    rows = [
+        [
+            *(r["drafter"], f"{r['rows']}", f"{r['plain_tokens_per_s']:,.0f}", f"{r['tokens_per_s']:,.0f}"),
+            *(f"{r[key]:.2f}" for key in ("tokens_a_row", "ms", "speed_up")),
+        ]
+        for r in got["results"]
+    ]
+    return [
+        *("### Tokens a second with drafts", ""),
+        wrapped(
+            f"{got['shape']}, context {got['context']}, up to {got['results'][0]['drafts']} drafts a row, of the "
+            f"worker alone (`{got['command']}`). forced: each draft of the host is right with that probability; ngram: "
+            "all are right, but the first; wrong: none is. Adaptive steps draft only while that pays."
+        ),
+        "",
+        *table(["drafter", "rows", "plain, tokens / s", "tokens / s", "tokens of a row", "ms", "over plain"], rows),
     ]
 
 

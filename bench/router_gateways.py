@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--smg", help="executable of smg, with --policy cache_aware")
     parser.add_argument("--sglang", help="python that has sglang_router, with --policy cache_aware")
     parser.add_argument("--ours", default="cache_aware,round_robin,least_load", help="policies of our router")
-    parser.add_argument("--workloads", default="groups,zipf_groups,chats,random")
+    parser.add_argument("--workloads", default="groups,zipf_groups,chats,trees,random")
     parser.add_argument("--requests", type=int, default=384)
     options = parser.parse_args()
     # Its daemons have sessions of their own: they would outlive a benchmark that is told to stop.
@@ -159,7 +160,7 @@ class Mesh:
         until = time.monotonic() + 120
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
-                outcome = asyncio.run(run_load("127.0.0.1", port, "tiny-llama", [iter([("tiger", 1)])], 1))
+                outcome = asyncio.run(run_load("127.0.0.1", port, "tiny-llama", [iter([[("tiger", 1)]])], 1))
                 if not outcome.summary()["failed"]:
                     return
             time.sleep(0.5)
@@ -195,15 +196,19 @@ def workload_of(name: str, num_requests: int) -> tuple[list[Conversation], int, 
         # Of a chat's prompts all of the one before, of its first the system prompt.
         seen = sum(len(chat[turn - 1][0]) if turn else len(system) for chat in chats for turn in range(len(chat)))
         best = (seen - len(system)) / sum(len(prompt) for chat in chats for prompt, _ in chat)
-        return [iter(chat) for chat in chats], 32, round(best, 3)
+        return [iter([[prompt] for prompt in chat]) for chat in chats], 32, round(best, 3)
+    if name == "trees":
+        system = text(768)
+        trees = [list(_tree(system, text, rng)) for _ in range(max(1, num_requests // 24))]
+        return [iter(tree) for tree in trees], 12, round(_shared(trees), 3)
     if name == "random":
-        return [iter([(text(512), 24)]) for _ in range(num_requests)], 48, 0.0
+        return [iter([[(text(512), 24)]]) for _ in range(num_requests)], 48, 0.0
     prefixes = [text(1536) for _ in range(24)]
     weights = [1.0 / (rank + 1) ** 1.2 if name == "zipf_groups" else 1.0 for rank in range(24)]
     chosen = rng.choices(range(24), weights, k=num_requests)
     prompts = [(f"{prefixes[group]} {text(64)}", 24) for group in chosen]
     best = 0.96 * (1 - len(set(chosen)) / num_requests)
-    return [iter([prompt]) for prompt in prompts], 48, round(best, 3)
+    return [iter([[prompt]]) for prompt in prompts], 48, round(best, 3)
 
 
 def _chat(system: str, turns: list[tuple[str, str]]) -> Iterator[tuple[str, int]]:
@@ -213,6 +218,25 @@ def _chat(system: str, turns: list[tuple[str, str]]) -> Iterator[tuple[str, int]
         history += " " + asked
         yield history, 32
         history += " " + answered
+
+
+def _tree(
+    system: str, text: Callable[[int], str], rng: random.Random, *, branches: int = 4, depth: int = 3
+) -> Iterator[list[tuple[str, int]]]:
+    """A search: on each level thoughts at once, then a score of each, and one is continued. As routing/workloads.py."""
+    state = f"{system} {text(192)}"
+    for _ in range(depth):
+        yield [(f"{state} {text(8)}", 48) for _ in range(branches)]
+        thoughts = [f"{state} {text(48)}" for _ in range(branches)]
+        yield [(f"{thought} {text(16)}", 4) for thought in thoughts]
+        state = rng.choice(thoughts)
+
+
+def _shared(conversations: Sequence[Sequence[Sequence[tuple[str, int]]]]) -> float:
+    """Of the prompts' characters those that an earlier prompt begins with too."""
+    prompts = sorted(prompt for rounds in conversations for prompts in rounds for prompt, _ in prompts)
+    seen = sum(len(os.path.commonprefix(pair)) for pair in itertools.pairwise(prompts))  # noqa: RUF071  characters are meant
+    return seen / sum(map(len, prompts))
 
 
 def _free_port() -> int:

@@ -6,7 +6,9 @@ python bench/router_policies.py --plot policies.svg --of bench/results/router_po
 The router's own placement (daemons/router/placement) over replicas that are a cost model: a step takes 35 ms, 0.25 ms
 a decode row and 0.2 ms an uncached token; chunks of 512 tokens, prefixes that are being computed are waited for, as a
 scheduler does it; KV for about a third of the prefixes. Views of caches are reported after every step, loads once a
-second. Clients are closed loops. `best_hit_rate` is that of one cache without end.
+second. Clients are closed loops. `best_hit_rate` is that of one cache without end, `best_hit_rate_of_kv` that of one
+cache with the KV of all replicas that knows the future; no policy has a p99 below `least_ttft_p99_ms`: all clients
+begin at once with empty caches (routing/bounds.py).
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import argparse
 import heapq
 import json
 import statistics
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from routing.bounds import best_hit_rate, first_burst_s
 from routing.plots import Results, plot
 from routing.replica_model import BlockCache, Job, ReplicaModel, StepCost
 from routing.workloads import WORKLOADS, Conversation
@@ -56,6 +59,14 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float
     }
 
 
+@dataclass(slots=True, eq=False)
+class _Round:
+    """Prompts that a client sent at once. num_open: not answered yet."""
+
+    conversation: Conversation
+    num_open: int
+
+
 class Run:
     """One policy on one workload. Events are (time, number, kind, replica)."""
 
@@ -74,6 +85,9 @@ class Run:
         self._done: list[Job] = []
         self._seen: set[bytes] = set()
         self._best = self._prompt_tokens = 0
+        self._prompts: list[tuple[int, list[bytes]]] = []
+        self._num_first = 0
+        self._kv_tokens = kv_tokens
         self._imbalance: list[float] = []
         self._sequences = [0] * num_replicas
         self._new = iter(conversations) if len(conversations) > 1 else None
@@ -97,35 +111,48 @@ class Run:
             "tok_s": round(sum(job.num_output for job in self._done) / seconds, 1),
             "hit_rate": round(cached / self._prompt_tokens, 3),
             "best_hit_rate": round(self._best / self._prompt_tokens, 3),
+            "best_hit_rate_of_kv": round(best_hit_rate(self._prompts, len(self._rows), self._kv_tokens), 3),
             "ttft_p50_ms": round(statistics.median(ttft) * 1e3),
             "ttft_p99_ms": round(ttft[int(0.99 * (len(ttft) - 1))] * 1e3),
+            "least_ttft_p99_ms": round(1e3 * self._least_p99_s()),
             "imbalance": round(statistics.fmean(self._imbalance), 2) if self._imbalance else 0.0,
             "requests": len(self._done),
         }
 
+    def _least_p99_s(self) -> float:
+        """Seconds: the first prompts come at once and find empty caches, whoever places them."""
+        burst, replicas = self._prompts[: self._num_first], len(self._rows)
+        return first_burst_s(burst, replicas=replicas, num_requests=len(self._done), cost=StepCost())
+
     def _begin(self, conversation: Conversation | None) -> None:
-        """The conversation's next prompt; where it has no more, another conversation's first."""
+        """The conversation's next prompts; where it has no more, another conversation's first."""
         while conversation is not None:
-            prompt = next(conversation, None)
-            if prompt is not None:
-                return self._submit(conversation, *prompt)
+            prompts = next(conversation, None)
+            if prompts is not None:
+                turn = _Round(conversation, len(prompts))
+                for ids, num_output in prompts:
+                    self._submit(turn, ids, num_output)
+                return
             conversation = self._next_conversation()
 
-    def _next_conversation(self) -> Iterator[tuple[bytes, int]] | None:
+    def _next_conversation(self) -> Conversation | None:
         return next(self._new, None) if self._new is not None else None
 
-    def _submit(self, conversation: Conversation, ids: bytes, num_output: int) -> None:
+    def _submit(self, turn: _Round, ids: bytes, num_output: int) -> None:
         step = 4 * BLOCK
         # A prefix as a key: its length and the hash of its bytes are enough here.
         blocks = [b"%d/%d" % (end, hash(ids[:end])) for end in range(step, len(ids) + 1, step)]
         self._prompt_tokens += len(ids) // 4
+        self._prompts.append((len(ids) // 4, blocks))
+        if not self._now:
+            self._num_first += 1
         self._best += BLOCK * min(sum(key in self._seen for key in blocks), (len(ids) // 4 - 1) // BLOCK)
         self._seen.update(blocks)
         decision = self._placement.choose(PlacedRequest(prompt_ids=ids), self._rows)
         row = decision.row
         self._sequences[row] += 1
         self._placement.take_sent(decision, self._sequences[row])
-        job = Job(ids, blocks, num_output, sequence=self._sequences[row], arrived=self._now, on_done=conversation)
+        job = Job(ids, blocks, num_output, sequence=self._sequences[row], arrived=self._now, on_done=turn)
         self._replicas[row].submit(job)
         if not self._busy[row]:
             self._busy[row] = True
@@ -145,7 +172,11 @@ class Run:
         for job in done:
             self._placement.replicas.take_left(row, job.sequence)
             self._done.append(job)
-            self._begin(job.on_done)  # type: ignore[arg-type]
+            turn = job.on_done
+            assert isinstance(turn, _Round)
+            turn.num_open -= 1
+            if not turn.num_open:
+                self._begin(turn.conversation)
 
     def _take_load(self, row: int) -> None:
         self._placement.take_load(row, self._replicas[row].load())

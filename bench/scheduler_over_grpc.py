@@ -191,7 +191,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "auto"])
+    parser.add_argument("--pipeline-depths", "--depths", dest="depths", nargs="+", default=["0", "1", "2", "auto"])
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--window-s", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)

@@ -53,7 +53,7 @@ CUDA_TARGETS = (
     (f"{_CUDA}.device", "CudaDevice.record_event"),
     (f"{_CUDA}.device", "CudaDevice.capture"),
     (f"{_CUDA}.runner", "DeviceRunner.launch"),
-    (f"{_CUDA}.runner", "DeviceRunner._stage_decodes"),
+    (f"{_CUDA}.step.decode_steps", "DecodeSteps._stage"),
     (f"{_CUDA}.runner", "DeviceRunner.warm_up"),
     (f"{_CUDA}.step.decode_graphs", "DecodeGraphs.replay"),
     (f"{_CUDA}.step.decode_graphs", "DecodeGraphs.capture"),

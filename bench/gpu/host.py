@@ -1,6 +1,6 @@
 """The host's share of a decode step on a GPU: CPU by thread, times of the functions on its path, by pipeline depth.
 
-    python bench/gpu/host.py --shape llama-3.2-1b --depths auto 3 6 --out FOLDER
+    python bench/gpu/host.py --shape llama-3.2-1b --pipeline-depths auto 3 6 --out FOLDER
 
 A scheduler and a worker over gRPC, both under `bench/span_recorder.py`; one stream (and `--rows`) decodes. us_per_step:
 CPU of each thread by what the kernel has counted; spans: microseconds of a function by step, median, with the share of
@@ -193,7 +193,7 @@ def _start(path: Path) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.2-1b")
-    parser.add_argument("--depths", nargs="*", default=["auto"])
+    parser.add_argument("--pipeline-depths", "--depths", dest="depths", nargs="*", default=["auto"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--idle", action="store_true", help="also trace some tens of steps, for the idle share")

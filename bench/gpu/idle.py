@@ -1,6 +1,6 @@
 """GPU idle in steady decode through the mesh: by the union of kernel intervals in a profiler trace, by depth and rows.
 
-    python bench/gpu/idle.py --depths 0 1 2 auto --rows 1 64 256
+    python bench/gpu/idle.py --pipeline-depths 0 1 2 auto --rows 1 64 256
 
 A scheduler and a worker as processes over gRPC; the worker's Profile verb traces some tens of steps while `rows`
 requests decode. Idle is the share of the time between the first and the last kernel in which none ran. The formula is
@@ -130,7 +130,7 @@ def _short(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.2-3b")
-    parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "auto"])
+    parser.add_argument("--pipeline-depths", "--depths", dest="depths", nargs="+", default=["0", "1", "2", "auto"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     print(json.dumps({"command": " ".join(sys.argv), "idle": asyncio.run(measure(parser.parse_args()))}, indent=1))
 

@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-3b")
     parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--depth", default="auto")
+    parser.add_argument("--pipeline-depth", "--depth", dest="depth", default="auto")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)
     parser.add_argument(

@@ -1,4 +1,5 @@
-"""Clients of /v1/completions that stream: each sends one prompt after the other. As little work a token as can be."""
+"""Clients of /v1/completions that stream: each sends one round of prompts after the other. As little work a token as
+can be."""
 
 from __future__ import annotations
 
@@ -41,18 +42,19 @@ class Outcome:
         }
 
 
-Conversation = Iterator[tuple[str, int]]
-"""Prompts of one client with their output lengths."""
+Conversation = Iterator[list[tuple[str, int]]]
+"""Rounds of one client: prompts that are sent at once, with their output lengths; the next follows their answers."""
 
 
 async def run_load(host: str, port: int, model: str, conversations: Iterable[Conversation], at_once: int) -> Outcome:
-    """`at_once` clients take conversations, one prompt after the other, until there are none."""
+    """`at_once` clients take conversations, one round after the other, until there are none."""
     outcome, rest = Outcome(), iter(conversations)
 
     async def client() -> None:
         for conversation in rest:
-            for prompt, num_output in conversation:
-                outcome.records.append(await _complete(host, port, model, prompt, num_output))
+            for prompts in conversation:
+                answers = (_complete(host, port, model, prompt, num_output) for prompt, num_output in prompts)
+                outcome.records += await asyncio.gather(*answers)
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(at_once)))

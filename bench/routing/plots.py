@@ -49,6 +49,6 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _height(figures: Mapping[str, Mapping[str, float]], policy: str, name: str) -> float:
-    value = figures[policy][name]
+    value = figures.get(policy, {}).get(name, 0.0)
     base = figures.get("round_robin", {}).get(name, 0.0)
     return value / base if name == "tok_s" and base else value

@@ -12,7 +12,7 @@ from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 
 # As a scheduler has by default: of one request in a step, and of a step.
 _CHUNK = 512
-_STEP_TOKENS = 2048
+STEP_TOKENS = 2048
 _SLOTS = 64
 
 
@@ -146,7 +146,7 @@ class ReplicaModel:
     def step(self, now: float) -> tuple[float, list[Job], list[Job]]:
         """Seconds of the step that begins now; jobs with their first token and jobs that are done at its end."""
         decodes = [job for job in self.running if not job.to_prefill]
-        chunks = self._chunks(_STEP_TOKENS - len(decodes))
+        chunks = self._chunks(STEP_TOKENS - len(decodes))
         num_tokens = sum(chunks.values())
         seconds = self.cost.of(len(decodes), num_tokens)
         self.prefilled += num_tokens

@@ -81,7 +81,8 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
     if state.quarantined_pages:
         parts.append(f"{state.quarantined_pages} quarantined")
     if state.expert_balancedness:
-        parts.append(f"experts balanced {state.expert_balancedness:.2f}")
+        placed = f" ({state.num_expert_placements} placements)" if state.num_expert_placements else ""
+        parts.append(f"experts balanced {state.expert_balancedness:.2f}{placed}")
     figures: dict[str, int | float | str] = {
         "kind": "scheduler",
         "group": group,
@@ -92,6 +93,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         "total_pages": load.total_pages,
         "quarantined_pages": state.quarantined_pages,
         "expert_balancedness": round(state.expert_balancedness, 3),
+        "expert_placements": state.num_expert_placements,
     }
     return _Answer(load.epoch, ", ".join(parts), figures)
 

@@ -24,6 +24,7 @@ from radixmesh.client.errors import (
 )
 from radixmesh.client.results import Chunk, Completion, CompletionOutput, Finish, Logprobs, Model, Usage
 from radixmesh.client.sync_client import Client, Stream
+from radixmesh.client.tools import NamedTool, Thought, Tool, ToolCall, ToolChoice, tool_calls
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 __all__ = [
@@ -43,12 +44,18 @@ __all__ = [
     "Logprobs",
     "MismatchError",
     "Model",
+    "NamedTool",
     "NotFoundError",
     "OverloadedError",
     "RadixMeshError",
     "Stream",
+    "Thought",
     "TlsFiles",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
     "UnavailableError",
     "UnsupportedError",
     "Usage",
+    "tool_calls",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from radixmesh.client.errors import InvalidRequestError
+from radixmesh.client.tools import NamedTool, Thought, Tool, ToolChoice, calls_tag, tools_json
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.router.v1 import router_pb2
@@ -14,7 +15,8 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 Message = Mapping[str, object]
 _MESSAGE_KEYS = ("role", "content")
-_CONSTRAINTS = ("json_schema", "regex", "ebnf", "choices")
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choices", "structural_tag")
+_CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "reasoning_effort", "template_args")
 
 
 class Options(TypedDict, total=False):
@@ -43,10 +45,20 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop: bool | None
     skip_special_tokens: bool | None
-    json_schema: str | Mapping[str, object] | None  # The output follows it. Of this and the next three at most one.
+    json_schema: str | Mapping[str, object] | None  # The output follows it. Of this and the next five at most one.
+    json_object: bool | None  # True: the output is JSON, any value.
     regex: str | None
     ebnf: str | None  # GBNF notation, with the root rule "root".
     choices: Sequence[str] | None  # The output is one of them.
+    structural_tag: str | Mapping[str, object] | None  # xgrammar's: free text with constrained spans.
+    thought: Thought | None  # Free text before what the constraint is about; left out = none.
+    # Of chats alone. Calls that are required come as a JSON list, for tool_calls(); others as the model writes them.
+    tools: Sequence[Tool] | None
+    tool_choice: ToolChoice | None  # "auto" if left out.
+    parallel_tool_calls: bool | None  # Several required calls; True if left out.
+    enable_thinking: bool | None  # These two are arguments of the model's template, as all of template_args is.
+    reasoning_effort: str | None
+    template_args: Mapping[str, object] | None
     ids_only: bool  # No text is made.
     cache_salt: str
     priority: int
@@ -81,8 +93,12 @@ def request_from(
         grammar = _grammar_from(options)
         if grammar is not None:
             request.grammar.CopyFrom(grammar)
+        given = [name for name in _CHAT_OPTIONS if options.get(name) is not None]
+        if given and messages is None:
+            raise ValueError(f"{', '.join(given)} are for chats: send messages")
         if messages is not None:
             request.chat.CopyFrom(chat_from(messages))
+            _set_template(request.chat, options)
         elif isinstance(prompt, str):
             request.text = prompt
         elif prompt is not None:
@@ -124,20 +140,59 @@ def _sampling_from(options: Options) -> common_pb2.SamplingParams:
     )
 
 
+def _set_template(chat: tokenizer_pb2.ChatInput, options: Options) -> None:
+    tools, choice = options.get("tools") or (), options.get("tool_choice") or "auto"
+    if tools and choice != "none":
+        chat.tools_json = tools_json(tools)
+    args = dict(options.get("template_args") or {})
+    if options.get("enable_thinking") is not None:
+        args["enable_thinking"] = options.get("enable_thinking")
+    if options.get("reasoning_effort") is not None:
+        args["reasoning_effort"] = options.get("reasoning_effort")
+    if args:
+        chat.template_args_json = json.dumps(args)
+
+
 def _grammar_from(options: Options) -> common_pb2.Grammar | None:
-    schema, regex, ebnf, choices = (options.get(name) for name in _CONSTRAINTS)
-    found: list[common_pb2.Grammar] = []
-    if schema is not None:
-        found.append(common_pb2.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema)))
-    if regex is not None:
-        found.append(common_pb2.Grammar(regex=str(regex)))
-    if ebnf is not None:
-        found.append(common_pb2.Grammar(ebnf=str(ebnf)))
-    if choices is not None:
-        found.append(common_pb2.Grammar(ebnf=choice_grammar(options.get("choices") or ())))
-    if len(found) > 1:
-        raise ValueError(f"of {', '.join(_CONSTRAINTS)} one at most can be followed")
-    return found[0] if found else None
+    given = [name for name in _CONSTRAINTS if options.get(name) is not None and options.get(name) is not False]
+    choice = options.get("tool_choice") or "auto"
+    must_call = isinstance(choice, NamedTool) or choice == "required"
+    if not must_call and choice not in ("auto", "none"):
+        raise ValueError(f"tool_choice is {choice!r}: send auto, none, required or a NamedTool")
+    if len(given) + must_call > 1:
+        raise ValueError(f"of {', '.join(_CONSTRAINTS)} and a required call one at most can be followed")
+    grammar: common_pb2.Grammar | None = None
+    if must_call:
+        is_parallel = options.get("parallel_tool_calls") is not False
+        tag = calls_tag(options.get("tools") or (), choice, is_parallel=is_parallel)
+        grammar = common_pb2.Grammar(structural_tag=tag)
+    elif given:
+        grammar = _grammar_of(given[0], options)
+    thought = options.get("thought")
+    if thought is not None:
+        if grammar is None:
+            raise ValueError("a thought comes before a constraint, and there is none")
+        thought_of = common_pb2.Thought(begin=thought.begin, end=thought.end, is_always=thought.is_always)
+        grammar.thought.CopyFrom(thought_of)
+    return grammar
+
+
+def _grammar_of(name: str, options: Options) -> common_pb2.Grammar:
+    if name == "json_object":
+        return common_pb2.Grammar(any_json=True)
+    if name == "choices":
+        return common_pb2.Grammar(ebnf=choice_grammar(options.get("choices") or ()))
+    if name == "regex":
+        return common_pb2.Grammar(regex=options.get("regex") or "")
+    if name == "ebnf":
+        return common_pb2.Grammar(ebnf=options.get("ebnf") or "")
+    if name == "structural_tag":
+        return common_pb2.Grammar(structural_tag=_json_text(options.get("structural_tag")))
+    return common_pb2.Grammar(json_schema=_json_text(options.get("json_schema")))
+
+
+def _json_text(value: str | Mapping[str, object] | None) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

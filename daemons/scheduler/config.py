@@ -10,6 +10,7 @@ from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.scheduler.cache.eviction import EVICTION_POLICIES
 from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, check_cache_choice
 from radixmesh.daemons.scheduler.planning.dispatch import DISPATCH_CHOICES, DispatchChoice
+from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
 
@@ -65,6 +66,9 @@ class SchedulerSettings(CommonSettings):
     expert_dispatch: str = setting("auto", "how rows reach experts on other ranks (worker --ep-size): normal, "
         "low-latency, or auto (low-latency for steps of decodes alone)")  # fmt: skip
     low_latency_max_tokens: int = setting(128, "most tokens of a rank in a step that auto dispatches at low latency")
+    expert_balance_threshold: float = setting(0.8, "experts move between ranks while balancedness (mean over most of "
+        "the ranks' work) is below; 0: never")  # fmt: skip
+    expert_balance_interval_s: float = setting(60.0, "seconds from one look at balancedness to the next")
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -91,6 +95,8 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(
                 "--max-queue, --max-overtake-factor and --max-preemptions must be >= 0 and --step-timeout-s > 0"
             )
+        if not 0.0 <= self.expert_balance_threshold <= 1.0 or not self.expert_balance_interval_s > 0:
+            raise ValueError("--expert-balance-threshold must be in [0, 1] and --expert-balance-interval-s > 0")
         choices: Iterable[str]
         for name, choices in (
             ("cache", PREFIX_CACHES),
@@ -128,5 +134,6 @@ class SchedulerSettings(CommonSettings):
             dispatch=DispatchChoice(
                 mode=DISPATCH_CHOICES[self.expert_dispatch], max_tokens=self.low_latency_max_tokens
             ),
+            balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
             check_invariants=self.check_invariants,
         )

@@ -20,7 +20,7 @@ _AGAIN_S = 0.2
 
 
 class GrammarPuts:
-    """Of one epoch. changed: called when requests have their turn again, or have failed."""
+    """Of one epoch. changed: called when requests were unparked, or have failed."""
 
     def __init__(self, planner: Planner, stream: GroupStream, changed: Callable[[], None]) -> None:
         self._planner = planner

@@ -41,6 +41,7 @@ from radixmesh.daemons.worker.speculation.drafter import ByGrammar, EachRow, NoD
 from radixmesh.daemons.worker.speculation.registry import drafters
 
 if TYPE_CHECKING:
+    from radixmesh.daemons.worker.cuda.runner import DeviceRunner
     from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
 
@@ -93,7 +94,8 @@ def create_member(settings: WorkerSettings) -> GroupMember:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from radixmesh.daemons.worker.collectives.member import CollectiveMember
 
-    return CollectiveMember(layout, settings.group_host or own_host(settings.listen))
+    host = settings.group_host or own_host(settings.listen)
+    return CollectiveMember(layout, host, redundant_experts=settings.ep_redundant_experts)
 
 
 def _load_cpu(
@@ -165,6 +167,17 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
 
     folder = settings.model
     assert folder is not None, "settings see to it"
+
+    def verify_drafts(runner: DeviceRunner) -> None:
+        speculation = settings.speculation
+        if speculation is None:
+            return
+        if Task.GENERATE not in runner.tasks:
+            raise _drafts_nothing(folder)
+        drafter, most = drafters().create(speculation.algorithm), speculation.max_drafts
+        with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
+            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
+
     runner = load_cuda_runner(
         folder,
         DeviceSettings(
@@ -188,12 +201,6 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             model_impl=settings.model_impl,
         ),
     )
-    if settings.speculation is not None:
-        if Task.GENERATE not in runner.tasks:
-            raise _drafts_nothing(folder)
-        drafter, most = drafters().create(settings.speculation.algorithm), settings.speculation.max_drafts
-        with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()

@@ -7,6 +7,7 @@ from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.steps.step_codec import TASK_TO_PROTO
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.group_member import GroupMember
+from radixmesh.daemons.worker.plans.barrier_ops import offered_ops
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.worker.v1 import worker_pb2
@@ -41,6 +42,12 @@ def worker_hello(
     )
 
 
+def claimed(epoch: int, executor: StepExecutor | None) -> worker_pb2.Claimed:
+    """The answer to a claim that won, once no step runs any more."""
+    moves = executor.runner.expert_moves if executor is not None else None
+    return worker_pb2.Claimed(epoch=epoch, experts=moves.to_proto() if moves is not None else None)
+
+
 def add_place(capabilities: worker_pb2.Capabilities, member: GroupMember) -> None:
     """Rank, layout and rendezvous of the group that this worker belongs to."""
     capabilities.rank = member.layout.rank
@@ -63,4 +70,14 @@ def add_model(capabilities: worker_pb2.Capabilities, executor: StepExecutor, wei
     capabilities.kv_dtype = runner.kv_dtype
     capabilities.kv_layout = runner.kv_layout
     capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
-    capabilities.barrier_ops.append("flush_cache")
+    capabilities.barrier_ops.extend(offered_ops(runner))
+    if (moves := runner.expert_moves) is not None:
+        capabilities.experts.CopyFrom(
+            worker_pb2.SharedExperts(
+                num_layers=moves.num_layers,
+                num_experts=moves.num_experts,
+                places_per_rank=moves.per_rank,
+                expert_bytes=moves.expert_bytes,
+                placement=moves.to_proto(),
+            )
+        )

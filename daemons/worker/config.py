@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm, read_speculation
 
 _MIB = 1024 * 1024
+_MOST_REDUNDANT = 4096
 _MODEL_IMPLS = ("auto", "radixmesh", "transformers")
 _QUANTIZATIONS = ("none", "auto", "fp8", "fp8-block")
 
@@ -102,6 +103,8 @@ class WorkerSettings(CommonSettings):
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
     ep_rank: int = setting(0, "place of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
+    ep_redundant_experts: int = setting(0, "with --ep-size, places of a layer for further copies of experts in demand, "
+        "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
         "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip
     fault_seed: int = setting(0, "seed of the faults that come with a probability")
@@ -161,6 +164,8 @@ class WorkerSettings(CommonSettings):
                 "weights (auto) or as fp8")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
+        if not 0 <= self.ep_redundant_experts <= _MOST_REDUNDANT:
+            raise ValueError(f"{_flag('ep_redundant_experts')} must be in [0, {_MOST_REDUNDANT}]")
         layout = self.rank_layout
         if self.backend is Backend.CUDA and layout.tp_size > 1:
             raise ValueError(f"{_flag('tp_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "

@@ -18,14 +18,15 @@ log = get_logger(__name__)
 class GroupFormation:
     """Takes one worker into and out of groups, on the step thread by these two:
 
-    reset: empties slots, KV and page records. agree: settles with the other ranks how they compute together.
+    reset: empties slots, KV and page records, and takes over a placement of shared experts. agree: settles with the
+    other ranks how they compute together.
     """
 
     def __init__(
         self,
         ledger: EpochLedger,
         member: GroupMember,
-        reset: Callable[[], Awaitable[None]],
+        reset: Callable[[worker_pb2.ExpertPlacement | None], Awaitable[None]],
         agree: Callable[[], Awaitable[None]],
     ) -> None:
         self._ledger = ledger
@@ -36,7 +37,8 @@ class GroupFormation:
     async def form(self, request: worker_pb2.FormGroupRequest) -> None:
         """Makes the worker a rank of a new generation, without KV.
 
-        Raises EPOCH_FENCED, GROUP_GENERATION or GROUP_LOST.
+        Raises EPOCH_FENCED, GROUP_GENERATION or GROUP_LOST; INVALID_ARGUMENT or BAD_CHECKPOINT for experts that it
+        cannot have.
         """
         ledger, member = self._ledger, self._member
         ledger.check_holder(request.epoch, request.instance_id)
@@ -51,7 +53,7 @@ class GroupFormation:
         ledger.highest_generation = request.generation
         await self.leave(request.epoch, request.instance_id)
         # Steps that waited in collectives have left them: the step thread gets here.
-        await self._reset()
+        await self._reset(request.experts if request.HasField("experts") else None)
         members = tuple(request.member_instance_ids)
         try:
             await asyncio.to_thread(member.form, request.generation, request.rendezvous, members)

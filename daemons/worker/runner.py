@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
 from radixmesh.daemons.worker.step_handle import StepHandle
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.expert_moves import ExpertMoves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +150,8 @@ class StepOutput:
     end_ns: int
     expert_rows: int | None = None
     """As in StepResult; None: all experts are here."""
+    expert_loads: IntArray | None = None
+    """As in StepResult; None: not now."""
 
 
 class ModelRunner(ABC):
@@ -170,6 +176,8 @@ class ModelRunner(ABC):
     """Element type of KV pages; empty: not known to others, who then share none."""
     kv_layout: str = ""
     """Fingerprint of how a page lies in memory; empty: likewise."""
+    expert_moves: ExpertMoves | None = None
+    """Moves experts between the ranks that share them; None: all are here."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 

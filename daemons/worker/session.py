@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.steps.forward_shape import missing_field
 from radixmesh.daemons.runtime.steps.result_codec import refusal_to_proto
 from radixmesh.daemons.runtime.steps.step import Refusal
+from radixmesh.daemons.worker.capabilities import claimed
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.worker.v1 import worker_pb2
 
@@ -178,7 +179,7 @@ class ExecuteSession:
             return
         self._state = SessionState.HOLDER
         self._takes_result_batches = claim.takes_result_batches
-        self.deliver(worker_pb2.ExecuteResponse(claimed=worker_pb2.Claimed(epoch=claim.epoch)))
+        self.deliver(worker_pb2.ExecuteResponse(claimed=claimed(claim.epoch, self._core.executor)))
 
     async def _plans(self, plans: Sequence[worker_pb2.StepPlan]) -> None:
         self._core.ledger.heard()

@@ -105,7 +105,7 @@ def split_attention(
         PAGE_SIZE=page_size,
         WINDOW=window,
         CHUNK=attention_chunk,
-        # The factor that makes a product a share of the cap; the share is then scaled by the cap.
+        # The factor that makes a dot product a share of the cap; the share is then scaled by the cap.
         SOFTCAP=None if softcap is None else scale / softcap,
         MIN_TILES=config.min_tiles,
         IS_WHOLE=config.is_whole,

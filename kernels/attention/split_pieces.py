@@ -12,7 +12,7 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def soft_capped(scores, factor):
-    """tanh(scores x factor): scores of products as a share of the cap, by the exponential that every device has."""
+    """tanh(scores x factor): scores of dot products as a share of the cap, by the exponential that every device has."""
     return 1.0 - 2.0 / (tl.exp2(scores * (factor * 2.8853900817779268)) + 1.0)
 
 

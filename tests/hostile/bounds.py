@@ -44,7 +44,7 @@ def _rows(message: str, **fields: tuple[int, str]) -> dict[str, Bound]:
 
 
 BOUNDS: dict[str, Bound] = {
-    **_rows("common.v1.Hello", instance_id=PEER_NAME, daemon=PEER_NAME),
+    **_rows("common.v1.Hello", instance_id=PEER_NAME, daemon=PEER_NAME, build=PEER_NAME),
     **_rows(
         "common.v1.ModelIdentity",
         name=PEER_NAME,
@@ -170,6 +170,8 @@ BOUNDS: dict[str, Bound] = {
     **_rows("worker.v1.StepPlan", ranks=(64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")),
     **_rows("worker.v1.PlanHeader", barrier_ops=PLAN_COUNT),
     **_rows("worker.v1.CommitStaged", stage_id=PLAN, weights_digest=PLAN),
+    **_rows("worker.v1.MoveExperts", stage_id=PLAN, sources=PLAN, targets=PLAN),
+    **_rows("worker.v1.ExpertPlacement", experts=(64 << 20, f"{D}worker.expert_moves:ExpertMoves")),
     **_rows("worker.v1.UnloadAdapter", adapter=PLAN),
     **_rows("worker.v1.ReleaseMemory", tags=PLAN_COUNT),
     **_rows("worker.v1.ForwardShape", idle_ranks=PLAN),

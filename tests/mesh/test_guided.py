@@ -16,7 +16,7 @@ from support.jobs import Job
 from support.mesh import SERVICES, Mesh, running_mesh
 from support.stream_load import StreamLoad
 
-from radixmesh.client import errors
+from radixmesh.client import NamedTool, Tool, errors, tool_calls
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -42,6 +42,21 @@ async def test_a_schema_over_grpc_with_several_outputs(mesh: Mesh) -> None:
     assert (await mesh.client.complete("One of", choices=["héé", 'ho"ho'], seed=1)).outputs[0].text in ("héé", 'ho"ho')
     again = await mesh.client.complete("A city:", json_schema=SCHEMA, n=4, temperature=1.0, seed=3, max_tokens=200)
     assert [output.ids for output in again.outputs] == [output.ids for output in done.outputs]
+
+
+async def test_a_required_call_and_any_json_over_grpc(mesh: Mesh) -> None:
+    chat, more = [{"role": "user", "content": "A city?"}], {"temperature": 1.0, "seed": 4, "max_tokens": 300}
+    tools = [Tool("city", SCHEMA), Tool("size", SCHEMA)]
+    done = await mesh.client.complete(
+        messages=chat, tools=tools, tool_choice="required", parallel_tool_calls=False, enable_thinking=False, **more
+    )
+    (call,) = tool_calls(done.outputs[0].text)
+    assert call.name in ("city", "size")
+    check_city(json.dumps(call.arguments))
+    named = await mesh.client.complete(messages=chat, tools=tools, tool_choice=NamedTool("size"), **more)
+    assert [call.name for call in tool_calls(named.outputs[0].text)] == ["size"]
+    value = (await mesh.client.complete("JSON:", json_object=True, **more)).outputs[0]
+    assert value.finish is not None and (value.finish.reason == "length" or json.loads(value.text) is not Ellipsis)
 
 
 async def test_every_name_of_a_constraint_over_http(http: httpx.AsyncClient) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -65,15 +66,20 @@ async def test_a_worker_told_to_draft_by_its_flags_gives_what_it_gives_without()
     assert all(usage.accepted_prediction_tokens < usage.output_tokens for usage in usages)
     assert sum(usage.accepted_prediction_tokens for usage in usages) > 10
     assert (await _served(shared, **ngram))[0] == plain
+    # Each data-parallel rank drafts for its own requests.
+    got, usages = await _served(shared, **ngram, speculative_adaptive=False, dp_size=2)
+    assert got == plain and sum(usage.accepted_prediction_tokens for usage in usages) > 10
 
 
 async def _served(shared: list[int], **settings: object) -> tuple[list[object], list[common_pb2.Usage]]:
     """Tokens, logprobs and ends of requests to a scheduler and a worker, and what they used."""
-    worker_settings = WorkerSettings(
-        backend=Backend.CPU, model=MODEL, page_size=4, num_pages=60, num_slots=4, cpu_threads=1, **settings
-    )  # type: ignore[arg-type]
-    async with running(WorkerDaemon, worker_settings) as worker:
-        scheduler_settings = SchedulerSettings(workers=(worker.address,), check_invariants=True, chunk_tokens=24)
+    sizes = {"page_size": 4, "num_pages": 60, "num_slots": 4, "cpu_threads": 1}
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for rank in range(settings.get("dp_size", 1)):  # type: ignore[call-overload]
+            rank_settings = WorkerSettings(backend=Backend.CPU, model=MODEL, dp_rank=rank, **sizes, **settings)  # type: ignore[arg-type]
+            addresses.append((await stack.enter_async_context(running(WorkerDaemon, rank_settings))).address)
+        scheduler_settings = SchedulerSettings(workers=tuple(addresses), check_invariants=True, chunk_tokens=24)
         async with running(SchedulerDaemon, scheduler_settings) as scheduler, serve_client(scheduler.address) as client:
             handles = []
             for number in range(6):

@@ -115,7 +115,9 @@ SNIPPETS: dict[str, str | NotHere] = {
     "docs/models.md python 2": _FRAGMENT,
     "clients/python/README.md python 1": _MORE,
     "clients/python/README.md python 2": _MORE,
-    "clients/python/README.md python 3": NotHere("a fragment; tests/mesh/test_secure_mesh.py makes such a client"),
+    "clients/python/README.md python 3": NotHere("a fragment; tests/mesh/test_guided.py has its calls"),
+    "clients/python/README.md python 4": NotHere("a fragment; tests/mesh/test_secure_mesh.py makes such a client"),
     "clients/node/README.md js 1": _MORE,
-    "clients/node/README.md js 2": NotHere("a fragment; tests/mesh/test_secure_mesh.py runs the Node client with TLS"),
+    "clients/node/README.md js 2": NotHere("a fragment; clients/node/test/options.test.js has its options"),
+    "clients/node/README.md js 3": NotHere("a fragment; tests/mesh/test_secure_mesh.py runs the Node client with TLS"),
 }

@@ -162,6 +162,10 @@ def family_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel
     model_class = getattr(transformers, family.architecture)
     model: PreTrainedModel = model_class(model_class.config_class(**{**_BASE, **family.settings, **changes})).eval()
     _randomise(model)
+    for module in model.modules():
+        if name == "gpt_oss" and hasattr(module, "limit"):
+            # Experts of transformers 5.17 have the one of the published models, whatever the config says.
+            module.limit = model.config.swiglu_limit
     return model
 
 

@@ -105,17 +105,24 @@ class Member:
 class RouterMesh:
     """tokenizers, detokenizers, schedulers, routers: members; fakes: the schedulers' servicers, which outlive kills."""
 
-    def __init__(self, folder: Path, counts: tuple[int, int, int, int], settings: dict[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        counts: tuple[int, int, int, int],
+        settings: dict[str, object],
+        model: Path = TINY,
+        identity: common_pb2.ModelIdentity = MODEL,
+    ) -> None:
         num_tokenizers, num_detokenizers, num_schedulers, num_routers = counts
-        self.fakes = [FakeScheduler(MODEL) for _ in range(num_schedulers)]
+        self.fakes = [FakeScheduler(identity) for _ in range(num_schedulers)]
         self.tokenizers = [
-            Member(f"unix:{folder}/tok{i}", lambda rt: TokenizerDaemon(rt, TokenizerSettings(model=TINY)), "tokenizer")
+            Member(f"unix:{folder}/tok{i}", lambda rt: TokenizerDaemon(rt, TokenizerSettings(model=model)), "tokenizer")
             for i in range(num_tokenizers)
         ]
         self.detokenizers = [
             Member(
                 f"unix:{folder}/detok{i}",
-                lambda rt: DetokenizerDaemon(rt, DetokenizerSettings(model=TINY)),
+                lambda rt: DetokenizerDaemon(rt, DetokenizerSettings(model=model)),
                 "detokenizer",
             )
             for i in range(num_detokenizers)
@@ -174,10 +181,17 @@ class RouterMesh:
 
 @asynccontextmanager
 async def router_mesh(
-    *, tokenizers: int = 1, detokenizers: int = 1, schedulers: int = 1, routers: int = 1, **settings: object
+    *,
+    tokenizers: int = 1,
+    detokenizers: int = 1,
+    schedulers: int = 1,
+    routers: int = 1,
+    model: Path = TINY,
+    identity: common_pb2.ModelIdentity = MODEL,
+    **settings: object,
 ) -> AsyncIterator[RouterMesh]:
     with tempfile.TemporaryDirectory(prefix="rm") as folder:
-        mesh = RouterMesh(Path(folder), (tokenizers, detokenizers, schedulers, routers), settings)
+        mesh = RouterMesh(Path(folder), (tokenizers, detokenizers, schedulers, routers), settings, model, identity)
         try:
             await asyncio.gather(*(member.start() for member in mesh.members))
             for i in range(routers):

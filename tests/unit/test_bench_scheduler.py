@@ -88,7 +88,8 @@ def test_tree_is_there_before_the_workload_starts() -> None:
     [
         ("--workload tree --cache-tokens 300", "turn 0 cannot run"),
         ("--workload tree --running 0", "--running must be >= 1"),
-        ("--workload tree --depth deep", "--depth must be auto or a number"),
+        ("--workload tree --pipeline-depth deep", "--pipeline-depth must be auto or a number"),
+        ("--workload tree --depth deep", "--pipeline-depth must be auto or a number"),
         ("--workload tree --policy nonsense", "choose one of fcfs"),
         ("--workload tree --planner nonsense=1", "the planner has"),
         ("--workload tree --planner chunk_tokens", "NAME=VALUE"),

@@ -21,6 +21,7 @@ from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispa
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.expert_dispatch import LocalDispatch
+from radixmesh.daemons.worker.expert_places import ExpertPlaces
 
 MODES = [DispatchMode.NORMAL, DispatchMode.LOW_LATENCY]
 NUM_TOKENS = 24
@@ -85,6 +86,8 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
     num_picks = data.draw(st.integers(1, 3).filter(lambda number: number <= num_experts))
     mode = data.draw(st.sampled_from(MODES))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    num_redundant = data.draw(st.integers(0, 4))
+    is_moved = data.draw(st.booleans())
     num_rows = data.draw(st.lists(st.integers(0, 6), min_size=size, max_size=size))
     seed = data.draw(st.integers(0, 1000))
     x_of, picks_of = [], []
@@ -97,22 +100,33 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
     def computed(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return x.float() * (experts[:, None] + 1)
 
+    def placed(dispatch: AllToAllDispatch, number: int) -> ExpertPlaces:
+        """As loaded, or anywhere, with copies."""
+        first = dispatch.first_places(num_experts)
+        if not is_moved:
+            return first
+        generator = torch.Generator().manual_seed(seed)
+        more = torch.randint(num_experts, (len(first.experts_S) - num_experts,), generator=generator)
+        experts = torch.cat((torch.arange(num_experts), more))
+        return first.replaced(experts[torch.randperm(len(experts), generator=generator)], size)
+
     def rank_of(number: int) -> torch.Tensor:
-        dispatch = AllToAllDispatch(group.groups[number])
+        dispatch = AllToAllDispatch(group.groups[number], num_redundant)
         dispatch.set_dispatch_mode(mode, max(num_rows))
         rows = torch.arange(num_rows[number]).repeat_interleave(num_picks)
-        got = dispatch.dispatch(x_of[number], rows, picks_of[number], num_experts, num_picks)
-        held = dispatch.share(num_experts)
-        assert all(held.start <= expert < held.stop for expert in got.experts_R.tolist())
-        return dispatch.combine(got, computed(got.x_XD[got.rows_R], got.experts_R))
+        places = placed(dispatch, number)
+        got = dispatch.dispatch(x_of[number], rows, picks_of[number], places, num_picks)
+        own_S = places.experts_S[number * places.per_rank : (number + 1) * places.per_rank]
+        assert places.picks_E.sum() == len(rows)
+        return dispatch.combine(got, computed(got.x_XD[got.rows_R], own_S[got.held_R]))
 
     with closing(ThreadGroup(size)) as group:
         results = group.run(rank_of)
     for number, result in enumerate(results):
         rows = torch.arange(num_rows[number]).repeat_interleave(num_picks)
         local = LocalDispatch()
-        got = local.dispatch(x_of[number], rows, picks_of[number], num_experts, num_picks)
-        assert torch.equal(result, local.combine(got, computed(got.x_XD[got.rows_R], got.experts_R)))
+        got = local.dispatch(x_of[number], rows, picks_of[number], local.first_places(num_experts), num_picks)
+        assert torch.equal(result, local.combine(got, computed(got.x_XD[got.rows_R], got.held_R)))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -119,3 +119,23 @@ async def test_kept_grammars_have_a_bound_in_bytes_the_least_recently_used_go_fi
     assert tokenizer.asked == ["a", "b", "c"]
     await grammars.compiled(_source("b"))
     assert tokenizer.asked == ["a", "b", "c", "b"]
+
+
+async def test_a_kept_grammar_that_is_asked_for_again_counts_once() -> None:
+    tokenizer = _Tokenizer(12 << 20)
+    grammars = Grammars(tokenizer.compile)
+    for name in ("a", "b", "b", "b", "a"):  # 24 of 32 MiB, whatever is asked for how often.
+        await grammars.compiled(_source(name))
+    gc.collect()
+    assert tokenizer.asked == ["a", "b"]
+
+
+def test_a_scheduler_counts_a_kept_grammar_once() -> None:
+    shelf = GrammarShelf(max_kept_bytes=32)
+    names = [hashlib.sha256(data).hexdigest() for data in (b"a" * 12, b"b" * 12)]
+    for name, data in zip(names, (b"a" * 12, b"b" * 12), strict=True):
+        shelf.add(name, data)
+    for name in (names[1], names[1], names[0]):
+        shelf.find(name)
+    gc.collect()
+    assert shelf.num_live_bytes == 24

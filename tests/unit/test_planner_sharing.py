@@ -15,7 +15,7 @@ SYSTEM = [2 + (7 * i) % 61 for i in range(48)]
 def check(world: World, records: list[Record]) -> None:
     for record in records:
         assert record.tokens == world.expected(record.submission)
-    assert world.planner.num_waiting_for_prefix == 0
+    assert world.planner.queue.num_waiting_for_prefix == 0
     world.check_clean()
 
 
@@ -47,7 +47,7 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
         world.process()
         state = world.planner.state
         assert state is not None
-        if first_shared is None and world.planner.num_waiting_for_prefix == 0 and step > 0:
+        if first_shared is None and world.planner.queue.num_waiting_for_prefix == 0 and step > 0:
             first_shared = step
             leader = state.table.sequences[0]
             if chunk_tokens == 8:
@@ -65,7 +65,7 @@ def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
         world.plan()
         world.execute()
         world.process()
-    assert world.planner.num_waiting_for_prefix == 3
+    assert world.planner.queue.num_waiting_for_prefix == 3
     world.planner.abort("r1")
     world.collect()
     world.run(2)
@@ -87,10 +87,10 @@ def test_leader_that_is_retracted_lets_go() -> None:
         world.execute()
         world.process()
     # The old ones decode on; the leader, which came last, has given way in the middle of its prefill.
-    assert world.planner.state is not None and world.planner.num_waiting_for_prefix == len(followers) == 2
+    assert world.planner.state is not None and world.planner.queue.num_waiting_for_prefix == len(followers) == 2
     assert [request.key.request_id for request in world.planner.state.table.running()] == ["r1", "r2"]
     world.plan()
-    assert world.planner.num_waiting_for_prefix == 0, "nobody waits for a leader that waits itself"
+    assert world.planner.queue.num_waiting_for_prefix == 0, "nobody waits for a leader that waits itself"
     world.run(2)
     assert counters.num_retracted == 1
     check(world, [*old, leader, *followers])
@@ -101,7 +101,7 @@ def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:
     leader, aborted, kept = (world.submit(SYSTEM) for _ in range(3))
     late = world.submit(SYSTEM, deadline_s=1.0)
     world.plan()
-    assert world.planner.num_waiting_for_prefix == 3
+    assert world.planner.queue.num_waiting_for_prefix == 3
     world.planner.abort("r2")
     world.now = 2.0
     world.run()
@@ -110,9 +110,9 @@ def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:
     check(world, [leader, kept])
     fresh = [world.submit([3, *SYSTEM]) for _ in range(3)]
     world.plan()
-    assert world.planner.num_waiting_for_prefix == 2
+    assert world.planner.queue.num_waiting_for_prefix == 2
     world.begin_epoch()
-    assert world.planner.num_waiting_for_prefix == 0
+    assert world.planner.queue.num_waiting_for_prefix == 0
     world.run()
     check(world, fresh)
 
@@ -137,7 +137,7 @@ def test_many_held_are_bounded_and_cost_a_plan_little() -> None:
         before = world.planner.counters.num_prefix_deduplications
         world.plan()
         assert world.planner.counters.num_prefix_deduplications - before <= 32
-        most = max(most, world.planner.num_waiting_for_prefix)
+        most = max(most, world.planner.queue.num_waiting_for_prefix)
         world.execute()
         world.process()
     assert 0 < most <= 8, "no more than could run"
@@ -153,7 +153,7 @@ def test_a_resumed_output_is_found_by_one_that_continues_it() -> None:
         world.submit(SYSTEM, resumed_output_ids=resumed, stop=Stop(max_tokens=12), cache_salt="x") for _ in range(2)
     ]
     world.plan()
-    assert world.planner.num_waiting_for_prefix == 1
+    assert world.planner.queue.num_waiting_for_prefix == 1
     world.run()
     assert records[0].tokens == records[1].tokens
     assert world.planner.counters.prefilled_tokens == len(SYSTEM) + 8 + 1
@@ -170,6 +170,6 @@ def test_leader_that_is_gone_before_a_page_is_full_is_followed_by_another() -> N
     # Nothing of it is cached: the next one begins where it began.
     records = [world.submit(SYSTEM) for _ in range(3)]
     world.plan()
-    assert world.planner.num_waiting_for_prefix == 2
+    assert world.planner.queue.num_waiting_for_prefix == 2
     world.run()
     check(world, records)

@@ -6,12 +6,14 @@ prefixes. Memory holds few of the requests: rows that draft are retracted and re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from support.planner_world import World, joined
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop, output_seed
@@ -19,6 +21,7 @@ from radixmesh.daemons.scheduler.results.outputs import Outputs
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
@@ -41,6 +44,7 @@ class _Script:
     """Requests, and what disturbs them: turns at which scheduler and worker lose their stream, or the worker dies."""
 
     def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int) -> None:
+        self._model = model
         self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts)
         self.world = World(
             runner=self._runner_of(),
@@ -51,6 +55,7 @@ class _Script:
             ahead=1,
         )
         self._logprobs: dict[int, list[bytes]] = {}
+        self._counts: defaultdict[int, list[int]] = defaultdict(list)
         self.drafted = self.accepted = self.num_retractions = 0
         self._take, self.world.take = self.world.take, self._noting  # type: ignore[method-assign]
 
@@ -74,17 +79,20 @@ class _Script:
                 self.accepted += int(world.results[-1].accepted.sum())
             world.process()
         world.check_clean()
-        _check_records(world)
+        _check_records(world, self._model)
         outputs = {}
         for (_, handle), record in world.records.items():
             assert record.finished is not None and record.finished.error is None
-            # Requests tell of all drafts, also of those behind their end.
-            assert record.finished.accepted_tokens <= min(record.finished.drafted_tokens, len(record.tokens))
+            # A row's last token is sampled, but the last one of the request may be a draft that ends it.
+            most = 1 + sum(count - 1 for count in self._counts[handle])
+            assert record.finished.accepted_tokens <= min(record.finished.drafted_tokens, most)
             outputs[handle] = record.tokens, record.finished.reason, self._logprobs.get(handle, [])
         return Run(outputs, len(world.log), self.drafted, self.accepted, world.planner.counters.num_retracted)
 
     def _noting(self, outputs: Outputs) -> None:
         for part in outputs.rows:
+            for handle, count in zip(part.handles.tolist(), part.counts.tolist(), strict=True):
+                self._counts[handle].append(count)
             for row, given in part.logprobs.items():
                 bits = np.concatenate([given.own[:, None], given.top_ids, given.top], axis=1)
                 self._logprobs.setdefault(int(part.handles[row]), []).extend(line.tobytes() for line in bits)
@@ -117,10 +125,17 @@ def _submit_all(world: World) -> None:
             )
             stop = Stop(max_tokens=22, min_tokens=(0, 3)[index], stop_ids=((), (42,))[number % 2])
             world.submit(prompt, sampling=sampling, stop=stop)
+    # Once it may end it does, with a token that is drafted, and others behind it.
+    ends = Sampling(temperature=0.0, logit_bias=((40, 80.0), (41, 78.0)))
+    prompt = [61, 41, 41, 41, 40, 40, 40, 40, 40, 62]
+    world.submit(prompt, sampling=ends, stop=Stop(max_tokens=22, min_tokens=3, stop_ids=(40,)))
 
 
-def _check_records(world: World) -> None:
-    """Page records tell what was computed for a request's own tokens, never a draft that was not confirmed."""
+def _check_records(world: World, model: str) -> None:
+    """Page records tell what was computed for a request's own tokens, never a draft that was not confirmed: the KV of
+    every page that counts has the bits of a prefill of the same tokens."""
+    runner, checked = world.executor.runner, _runner(model, world.group.page_size, 4096, 0)
+    assert isinstance(runner, CpuRunner)
     texts = [[*record.submission.prompt_ids.tolist(), *record.tokens] for record in world.records.values()]
     records = joined(world.executor.snapshot()[0])
     ends = np.cumsum(records.filled)
@@ -134,9 +149,25 @@ def _check_records(world: World) -> None:
                 break  # Granted again since: the chain is no prefix of anything.
             chain, at = ids[before] + chain, before
         else:
-            assert not own or any(text[: len(chain)] == chain for text in texts), (page, chain)
-            num_checked += bool(own)
+            if own:
+                # Behind an end, which the worker does not know, are tokens that were sampled and belong to nobody.
+                assert any(text[: len(chain)] == chain[: len(text)] for text in texts), (page, chain)
+                _check_kv(runner, checked, page, len(own), chain)
+                num_checked += 1
     assert num_checked
+
+
+def _check_kv(runner: CpuRunner, checked: CpuRunner, page: int, num_own: int, chain: list[int]) -> None:
+    """The KV of a page's tokens, which are the last ones of `chain`, against that of a prefill."""
+    size = runner.page_size
+    num_pages = -(-len(chain) // size)
+    pages = np.arange(num_pages, dtype=np.int32)
+    checked.forward([Segment(slot=0, ids=np.array(chain, np.int32), start=0, pages=pages, is_last_chunk=False)])
+    for layer in range(runner._model.kv_layout.num_layers):
+        for plane in (plane.name for plane in runner._model.kv_layout.planes):
+            got = runner.pool.tokens(plane, layer)[page * size : page * size + num_own]
+            want = checked.pool.tokens(plane, layer)[(num_pages - 1) * size : len(chain)]
+            assert torch.equal(got, want), (page, layer, plane)
 
 
 def _run(

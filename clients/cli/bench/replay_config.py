@@ -46,7 +46,7 @@ class ReplayConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} must be >= 1, not {value}")
         if self.depth is not None and self.depth < 0:
-            raise ValueError(f"--depth must be auto or a number >= 0, not {self.depth}")
+            raise ValueError(f"--pipeline-depth must be auto or a number >= 0, not {self.depth}")
         if self.speed <= 0:
             raise ValueError(f"--speed must be > 0, not {self.speed}")
 

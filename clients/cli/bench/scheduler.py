@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache-tokens", type=int, help="KV memory in tokens (default: room for everything)")
     add("--seed", type=int, help="of the workload (default: the workload's own)")
     add("--requests", type=int, help="number of turns, about (default: the workload's own)")
-    add("--depth", default="auto", help="plans ahead: auto (by time), 0, 1, 2, ... (default auto)")
+    depth_help = "plans ahead: auto (by time), 0, 1, 2, ... (default auto); --depth is its former name"
+    add("--pipeline-depth", "--depth", dest="depth", default="auto", help=depth_help)
     add("--gap-us", type=float, default=2000.0, help="from a result to the plan it allows (default 2000)")
     add("--speed", type=float, default=1.0, help="arrivals and pauses so many times shorter (default 1)")
     add("--closed", action="store_true", help="send the next turn when one finishes, keeping --running under way")
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config_of(options: argparse.Namespace) -> ReplayConfig:
     if options.depth != "auto" and not options.depth.isdigit():
-        raise ValueError(f"--depth must be auto or a number >= 0, not {options.depth}")
+        raise ValueError(f"--pipeline-depth must be auto or a number >= 0, not {options.depth}")
     if any("=" not in setting for setting in options.planner):
         raise ValueError("--planner is written NAME=VALUE")
     return ReplayConfig(

@@ -23,3 +23,4 @@ export {
   UnsupportedError,
 } from "./errors.js";
 export { GenerateStream } from "./stream.js";
+export { toolCalls } from "./tools.js";

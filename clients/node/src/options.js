@@ -1,6 +1,7 @@
 // The options of a request, and the message they become.
 import { packFloats, packInts } from "./arrays.js";
 import { InvalidRequestError } from "./errors.js";
+import { callsTag, mustCall, toolsJson } from "./tools.js";
 
 /**
  * A chat message: role, content, and whatever else the model's template reads.
@@ -33,10 +34,19 @@ import { InvalidRequestError } from "./errors.js";
  * @property {boolean} [ignoreEos]
  * @property {boolean} [includeStop]
  * @property {boolean} [skipSpecialTokens]
- * @property {string | object} [jsonSchema] the output follows it; of this and the next three at most one
+ * @property {string | object} [jsonSchema] the output follows it; of this and the next five at most one
+ * @property {boolean} [jsonObject] true: the output is JSON, any value
  * @property {string} [regex]
  * @property {string} [ebnf] GBNF notation, with the root rule "root"
  * @property {string[]} [choices] the output is one of them
+ * @property {string | object} [structuralTag] xgrammar's: free text with constrained spans
+ * @property {import("./tools.js").Thought} [thought] free text before what the constraint is about
+ * @property {import("./tools.js").Tool[]} [tools] of a chat; so are the next five. Required calls come as a JSON list, for toolCalls()
+ * @property {import("./tools.js").ToolChoice} [toolChoice] "auto" if left out
+ * @property {boolean} [parallelToolCalls] several required calls; true if left out
+ * @property {boolean} [enableThinking] an argument of the model's template, as the next two
+ * @property {string} [reasoningEffort]
+ * @property {Record<string, unknown>} [templateArgs]
  * @property {boolean} [idsOnly] no text is made
  * @property {string} [cacheSalt]
  * @property {number} [priority]
@@ -87,8 +97,11 @@ const CONSTRAINTS = {
   regex: ["regex", text],
   ebnf: ["ebnf", text],
   choices: ["ebnf", choiceGrammar],
+  jsonObject: ["anyJson", flag],
+  structuralTag: ["structuralTag", schema],
 };
-const OTHERS = ["logitBias", "deadlineMs", "requestId", "signal"];
+const CHAT = ["tools", "toolChoice", "parallelToolCalls", "enableThinking", "reasoningEffort", "templateArgs"];
+const OTHERS = ["logitBias", "thought", ...CHAT, "deadlineMs", "requestId", "signal"];
 
 /**
  * The request without request id and deadline. Throws InvalidRequestError for what no message can hold.
@@ -107,18 +120,52 @@ export function requestFrom(input, options) {
     sampling.logitBiasIds = packInts(bias.map(([id]) => Number(id)), "logitBias");
     sampling.logitBiasValues = packFloats(bias.map(([, value]) => value), "logitBias");
   }
-  const constraints = Object.keys(CONSTRAINTS).filter((name) => /** @type {any} */ (options)[name] != null);
-  if (constraints.length > 1) {
-    throw new InvalidRequestError(`of ${constraints.join(", ")} one at most can be followed`, "INVALID_ARGUMENT");
+  const given = CHAT.filter((name) => /** @type {any} */ (options)[name] != null);
+  const asked = inputFrom(input);
+  if (given.length && !asked.chat) throw new InvalidRequestError(`${given.join(", ")} are for chats: send messages`, "INVALID_ARGUMENT");
+  if (asked.chat) Object.assign(asked.chat, templateFrom(options));
+  return { ...fieldsOf(REQUEST, options), ...asked, sampling, stop: fieldsOf(STOP, options), ...grammarFrom(options) };
+}
+
+/** @param {Options} options */
+function templateFrom(options) {
+  const { tools = [], toolChoice, templateArgs, enableThinking, reasoningEffort } = options;
+  /** @type {Record<string, unknown>} */
+  const args = { ...templateArgs };
+  if (enableThinking != null) args.enable_thinking = flag(enableThinking, "enableThinking");
+  if (reasoningEffort != null) args.reasoning_effort = text(reasoningEffort, "reasoningEffort");
+  return {
+    ...(tools?.length && toolChoice !== "none" ? { toolsJson: toolsJson(tools) } : {}),
+    ...(Object.keys(args).length ? { templateArgsJson: JSON.stringify(args) } : {}),
+  };
+}
+
+/** The constraint, as a field of the request, or none. @param {Options} options */
+function grammarFrom(options) {
+  const names = Object.keys(CONSTRAINTS).filter((name) => ![null, undefined, false].includes(/** @type {any} */ (options)[name]));
+  const { toolChoice, thought, tools } = options;
+  const isCall = mustCall(toolChoice);
+  if (names.length + Number(isCall) > 1) {
+    const all = [...names, ...(isCall ? ["toolChoice"] : [])].join(", ");
+    throw new InvalidRequestError(`of ${all} one at most can be followed`, "INVALID_ARGUMENT");
   }
-  const grammar = constraints.length ? { grammar: fieldsOf(CONSTRAINTS, options) } : {};
-  return { ...fieldsOf(REQUEST, options), ...inputFrom(input), sampling, stop: fieldsOf(STOP, options), ...grammar };
+  if (!names.length && !isCall) {
+    if (thought != null) throw new InvalidRequestError("a thought comes before a constraint, and there is none", "INVALID_ARGUMENT");
+    return {};
+  }
+  const grammar = isCall
+    ? { structuralTag: callsTag(tools ?? [], /** @type {any} */ (toolChoice), options.parallelToolCalls !== false) }
+    : fieldsOf({ [names[0]]: /** @type {any} */ (CONSTRAINTS)[names[0]] }, options);
+  if (thought == null) return { grammar };
+  const { begin = "<think>", end = "</think>", isAlways = false } = thought;
+  return { grammar: { ...grammar, thought: { begin, end, isAlways } } };
 }
 
 /**
  * The oneof of an input, as GenerateRequest spells it (with promptIds) and EncodeItem (text and chat only).
  *
  * @param {Input} input
+ * @returns {Record<string, any>}
  */
 export function inputFrom(input) {
   if (typeof input === "string") return { text: input };

@@ -1,9 +1,11 @@
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import { unpackFloats, unpackInts } from "../src/arrays.js";
 import { InvalidRequestError } from "../src/errors.js";
 import { requestFrom } from "../src/options.js";
+import { toolCalls } from "../src/tools.js";
 
 test("what is left out stays unset, zeros are sent", () => {
   assert.deepEqual(requestFrom("x", { temperature: undefined, topK: null }), { text: "x", sampling: {}, stop: {} });
@@ -58,7 +60,7 @@ test("so is an input that is none", () => {
   }
 });
 
-test("a constraint is one of four, and choices are a grammar", () => {
+test("a constraint is one of six, and choices are a grammar", () => {
   assert.equal(requestFrom("x", {}).grammar, undefined);
   assert.deepEqual(requestFrom("x", { jsonSchema: { type: "object" } }).grammar, { jsonSchema: '{"type":"object"}' });
   assert.deepEqual(requestFrom("x", { regex: "a+" }).grammar, { regex: "a+" });
@@ -66,4 +68,58 @@ test("a constraint is one of four, and choices are a grammar", () => {
   for (const wrong of [{ regex: "a", ebnf: "b" }, { choices: [] }, { choices: [""] }, { jsonSchema: 5 }, { regex: 5 }]) {
     assert.throws(() => requestFrom("x", /** @type {any} */ (wrong)), InvalidRequestError);
   }
+});
+
+const TOOLS = [{ name: "weather", description: "By city.", parameters: { type: "object", properties: { city: { enum: ["Rome"] } } } }, { name: "time" }];
+const CHAT = { messages: [{ role: "user", content: "hi" }] };
+
+test("any JSON, structural tags and thoughts", () => {
+  assert.deepEqual(requestFrom("x", { jsonObject: true }).grammar, { anyJson: true });
+  assert.equal(requestFrom("x", { jsonObject: false }).grammar, undefined);
+  const thought = { begin: "<think>", end: "</think>", isAlways: false };
+  assert.deepEqual(requestFrom("x", { structuralTag: { format: 1 }, thought: {} }).grammar, { structuralTag: '{"format":1}', thought });
+});
+
+test("tools and reasoning are the template's", () => {
+  const { chat, grammar } = requestFrom(CHAT, { tools: TOOLS, enableThinking: false, reasoningEffort: "low", templateArgs: { x: 1 } });
+  assert.deepEqual(JSON.parse(chat.toolsJson).map((/** @type {any} */ tool) => tool.function.name), ["weather", "time"]);
+  assert.deepEqual(JSON.parse(chat.templateArgsJson), { x: 1, enable_thinking: false, reasoning_effort: "low" });
+  assert.equal(grammar, undefined);
+  assert.equal(requestFrom(CHAT, { tools: TOOLS, toolChoice: "none" }).chat.toolsJson, undefined);
+});
+
+test("a required call is a list of calls of the chosen tools", () => {
+  const tags = (/** @type {any} */ options) => JSON.parse(requestFrom(CHAT, { tools: TOOLS, ...options }).grammar.structuralTag).format.elements[1];
+  assert.equal(tags({ toolChoice: "required" }).tags.length, 2);
+  assert.equal(tags({ toolChoice: "required" }).stop_after_first, false);
+  assert.equal(tags({ toolChoice: "required", parallelToolCalls: false }).stop_after_first, true);
+  const [only, ...others] = tags({ toolChoice: { name: "time" } }).tags;
+  assert.deepEqual([only.begin, others], ['{"name": "time", "arguments": ', []]);
+  const text = '<think>[1]</think>[{"name": "time", "arguments": {}}]';
+  assert.deepEqual(toolCalls(text, {}), [{ name: "time", arguments: {} }]);
+  for (const cut of ["", "[", "5", "[5]", text]) assert.throws(() => toolCalls(cut), SyntaxError);
+});
+
+for (const [input, options] of /** @type {[any, any][]} */ ([
+  ["x", { tools: TOOLS }],
+  ["x", { enableThinking: true }],
+  [CHAT, { toolChoice: "required" }],
+  [CHAT, { tools: TOOLS, toolChoice: { name: "other" } }],
+  [CHAT, { tools: TOOLS, toolChoice: "any" }],
+  [CHAT, { tools: TOOLS, toolChoice: "required", regex: "a" }],
+  [CHAT, { thought: {} }],
+  [CHAT, { jsonObject: true, regex: "a" }],
+])) {
+  test(`${JSON.stringify(options).slice(-60)} is refused`, () => {
+    assert.throws(() => requestFrom(input, options), InvalidRequestError);
+  });
+}
+
+test("the types have every option, and no other", () => {
+  const [types, code] = ["index.d.ts", "options.js"].map((name) => readFileSync(new URL(`../src/${name}`, import.meta.url), "utf8"));
+  const body = /export interface Options \{\n([^]*?)\n\}/.exec(types)?.[1] ?? "";
+  const typed = [...body.matchAll(/^  (\w+)\?:/gm)].map(([, name]) => name);
+  const documented = [...code.matchAll(/@property \{.*\} \[(\w+)\]/g)].map(([, name]) => name);
+  assert.deepEqual(typed.sort(), documented.sort());
+  assert.ok(typed.length > 30);
 });

@@ -51,6 +51,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
         accepted=pack_ints(result.accepted),
         released_transfers=result.released_transfers,
         expert_rows=result.expert_rows[0] if result.expert_rows else None,
+        expert_loads=pack_ints(result.expert_loads) if len(result.expert_loads) else b"",
     )
 
 
@@ -79,6 +80,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         slot_errors=tuple(_slot_error(error) for error in message.slot_errors),
         released_transfers=tuple(message.released_transfers),
         expert_rows=(message.expert_rows,) if message.HasField("expert_rows") else (),
+        expert_loads=ids_from(message.expert_loads, "result.expert_loads") if message.expert_loads else empty_ints(),
         **beside,
     )
 

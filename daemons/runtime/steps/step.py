@@ -253,6 +253,8 @@ class StepResult:
     released_transfers: tuple[str, ...] = ()
     expert_rows: tuple[int, ...] = ()
     """Pairs of a row and an expert that each rank computed, by rank; empty: ranks share no experts."""
+    expert_loads: IntArray = field(default_factory=empty_ints)
+    """int32 [layers x experts], picks since the last report, of all ranks whose results these are; empty: not now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,6 +277,17 @@ class Metrics:
             by,
             "Mean over most of the rows that the ranks' experts computed lately; 0: no experts are shared.",
         )
+        self.expert_placement_balancedness = make.gauge(
+            "radixmesh_expert_placement_balancedness",
+            by,
+            "Mean over most of the ranks' work by layer, as placed; 0: not known.",
+        )
+        self.expert_placements = make.counter(
+            "radixmesh_expert_placements_total", by, "Placements of a layer's experts that took effect while serving."
+        )
+        self.expert_move_longest_seconds = make.gauge(
+            "radixmesh_expert_move_longest_seconds", by, "Longest time that a step was given to moving experts."
+        )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."
         )

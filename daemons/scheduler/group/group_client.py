@@ -25,6 +25,7 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.group.group_stream import GroupStream
 from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_transport import Connect, RankTransport
+from radixmesh.daemons.scheduler.group.shared_experts import latest_placement
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.messages import model_identity_of
 from radixmesh.worker.v1 import worker_pb2
@@ -160,7 +161,7 @@ class GroupClient:
         may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):
             async with asyncio.timeout(_FORM_TIMEOUT_S):
-                generation = await stream.form(hellos, epoch)
+                generation = await stream.form(hellos, epoch, latest_placement(hellos))
             self._last_stream = None
             info = replace(info, group_generation=generation)
         try:
@@ -171,6 +172,8 @@ class GroupClient:
             stream.must_form = len(hellos) > 1
             self._last_stream = stream
             raise
+        if info.experts is not None and (placement := stream.placement) is not None:
+            info = replace(info, experts=info.experts.placed(placement))
         self._on_state(GroupState.ADOPTING)
         self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
+from radixmesh.daemons.scheduler.group.shared_experts import SharedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class GroupInfo:
     """Data-parallel ranks: pages and slots are those of each."""
     ep_size: int = 1
     """Ranks that share the experts of a layer."""
+    experts: SharedExperts | None = None
+    """Those experts; None: none are shared, or a worker cannot move them."""
     max_tokens_per_step: int
     max_plans_in_flight: int
     max_tokens_per_row: int = 1

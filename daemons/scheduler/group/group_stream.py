@@ -90,8 +90,14 @@ class GroupStream:
             await asyncio.sleep(ALIVE_S)
             await asyncio.gather(*(stream.alive() for stream in self.rank_streams))
 
-    async def form(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> int:
-        """Makes the ranks, fenced by `epoch`, a new group without KV; its generation."""
+    async def form(
+        self,
+        hellos: Sequence[worker_pb2.WorkerHello],
+        epoch: int,
+        experts: worker_pb2.ExpertPlacement | None = None,
+    ) -> int:
+        """Makes the ranks, fenced by `epoch`, a new group without KV; its generation. experts: their placement, where
+        it is another than that of the loaded weights."""
         # The epoch is above every rank's highest one. What ranks report is not enough: one that has left a group, or
         # whose forming was cut off, reports none and still refuses the generations that it has seen.
         generation = epoch
@@ -101,7 +107,7 @@ class GroupStream:
         members = [hello.hello.instance_id for hello in hellos]
         await together(
             [
-                stream.form_group(generation, hello.capabilities.layout, rendezvous, members)
+                stream.form_group(generation, hello.capabilities.layout, rendezvous, members, experts)
                 for stream, hello in zip(self.rank_streams, hellos, strict=True)
             ]
         )
@@ -109,8 +115,17 @@ class GroupStream:
         return generation
 
     async def claim(self, epoch: int, group_generation: int) -> None:
-        """Begins the epoch on all ranks, once their steps have ended. Raises the first refusal."""
+        """Begins the epoch on all ranks, once their steps have ended. Raises the first refusal, or RANKS_DIVERGED where
+        some have made a change of placement that others have not."""
         await together([stream.claim(epoch, group_generation) for stream in self.rank_streams])
+        if any(stream.placement != self.placement for stream in self.rank_streams):
+            message = "the ranks have different placements of experts: the group is formed anew"
+            raise MeshError(ErrorReason.ERROR_REASON_RANKS_DIVERGED, message, {"step": "0"})
+
+    @property
+    def placement(self) -> worker_pb2.ExpertPlacement | None:
+        """Of experts that the ranks share, as they claimed; None: they share none."""
+        return self.rank_streams[0].placement
 
     async def snapshots(self, num_pages: Sequence[int]) -> list[CacheSnapshot]:
         """The page records of each data-parallel rank that all its workers have alike. num_pages: by worker."""

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import NoToken, SlotError, StepResult
 
 _BoolArray = npt.NDArray[np.bool_]
+_MOST_PICKS = (1 << 31) - 1
 
 
 def merged(results: Sequence[StepResult]) -> StepResult:
@@ -43,7 +44,7 @@ def merged(results: Sequence[StepResult]) -> StepResult:
         results = [_without_rows(result, failed) for result in results]
     ours = results[0]
     if expert_rows := tuple(num for result in results for num in result.expert_rows):
-        ours = replace(ours, expert_rows=expert_rows)
+        ours = replace(ours, expert_rows=expert_rows, expert_loads=summed_loads(results))
     for other in results[1:]:
         if not (np.array_equal(ours.counts, other.counts) and np.array_equal(ours.ids, other.ids)):
             raise _diverged(first)
@@ -52,6 +53,18 @@ def merged(results: Sequence[StepResult]) -> StepResult:
     # A failed row has no token on any rank, and so no logprobs.
     logprobs = tuple(entry for entry in ours.logprobs if (entry.slot, entry.generation) not in errors)
     return replace(ours, slot_errors=tuple(errors.values()), logprobs=logprobs)
+
+
+def summed_loads(results: Sequence[StepResult]) -> IntArray:
+    """Picks of all ranks. Raises PROTOCOL_VIOLATION if they count different experts."""
+    told = [result.expert_loads for result in results if len(result.expert_loads)]
+    if len({len(loads) for loads in told}) > 1:
+        message = f"the ranks report loads of {[len(loads) for loads in told]} experts: they hold one model"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    if not told:
+        return empty_ints()
+    total: IntArray = np.minimum(np.sum(told, axis=0, dtype=np.int64), _MOST_PICKS).astype(np.int32)
+    return total
 
 
 class TransferReleases:

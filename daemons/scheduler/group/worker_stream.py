@@ -42,6 +42,8 @@ class WorkerStream:
         self._takes_alive = False
         self.takes_plan_batches = False
         """The worker takes several plans in one message."""
+        self.placement: worker_pb2.ExpertPlacement | None = None
+        """Of experts that ranks share, once claimed."""
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
@@ -83,9 +85,15 @@ class WorkerStream:
         await self._transport.put_blob(blob_hash, data)
 
     async def form_group(
-        self, generation: int, layout: worker_pb2.RankLayout, rendezvous: str, members: Sequence[str]
+        self,
+        generation: int,
+        layout: worker_pb2.RankLayout,
+        rendezvous: str,
+        members: Sequence[str],
+        experts: worker_pb2.ExpertPlacement | None = None,
     ) -> None:
-        """Makes the fenced worker a rank of a new group; returns when it has met the others."""
+        """Makes the fenced worker a rank of a new group; returns when it has met the others, and has the experts that
+        the placement gives it."""
         request = worker_pb2.FormGroupRequest(
             epoch=self.epoch,
             instance_id=self._ours.instance_id,
@@ -93,6 +101,7 @@ class WorkerStream:
             layout=layout,
             rendezvous=rendezvous,
             member_instance_ids=members,
+            experts=experts,
         )
         await self._transport.form_group(request)
 
@@ -111,6 +120,7 @@ class WorkerStream:
         if not answer.HasField("claimed") or answer.claimed.epoch != epoch:
             raise _violation("the worker answered the claim with something else")
         self.epoch = epoch
+        self.placement = answer.claimed.experts if answer.claimed.HasField("experts") else None
 
     async def snapshot(self, num_pages: int) -> CacheSnapshot:
         """The page records of the claimed worker."""

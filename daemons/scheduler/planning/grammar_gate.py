@@ -34,7 +34,7 @@ class GrammarGate:
         self._waiting.clear()
 
     def may_pass(self, sequence: Sequence) -> bool:
-        """True for a request without a grammar, or whose grammar the workers have. Any other leaves the turns."""
+        """True for a request without a grammar, or whose grammar the workers have. Any other is parked."""
         grammar = sequence.submission.grammar
         if grammar is None:
             return True
@@ -64,7 +64,7 @@ class GrammarGate:
             self._wanted[grammar.hash] = grammar
 
     def ready(self, blob_hash: str) -> None:
-        """All ranks have it: who waited has its turn again."""
+        """All ranks have it: those that waited are unparked."""
         self._ready[blob_hash] = None
         while len(self._ready) > _MAX_READY:
             self._ready.popitem(last=False)

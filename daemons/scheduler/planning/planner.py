@@ -23,6 +23,7 @@ from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check
 from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planning.expert_balancer import ExpertBalancer, barrier_plan
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
 from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
 from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, most_tokens_of_a_rank, plan_of
@@ -71,6 +72,7 @@ class Planner:
         self._poison = PoisonIsolation()
         self.cache_feed = CacheFeed(first_revision=first_revision)
         self.flush = CacheFlush()
+        self.experts = ExpertBalancer(settings.balance)
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
@@ -103,11 +105,6 @@ class Planner:
     @property
     def waiting_tokens(self) -> int:
         return self.queue.waiting_tokens
-
-    @property
-    def num_waiting_for_prefix(self) -> int:
-        """Of the waiting requests, those that wait for a prefix which another computes."""
-        return self.queue.num_waiting_for_prefix
 
     @property
     def decode_reserve_tokens(self) -> int:
@@ -195,6 +192,7 @@ class Planner:
         snapshots = (snapshot,) if isinstance(snapshot, CacheSnapshot) else snapshot
         self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
+        self.experts.begin_epoch(epoch, group.experts, group.barrier_ops)
         limits = settings.prefill_limits(group)
         self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer, self.grammars)
         for sequence in self.submissions.live():
@@ -255,6 +253,8 @@ class Planner:
         prefill.begin_plan(state)
         if self.flush.is_wanted and self.flush.may_run(state):
             return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
+        if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
+            return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(state.table.num_ranks)
         grant_decodes(state, draft, self._settings.ahead_pages(state.group), self._retraction.give_way)
@@ -304,6 +304,8 @@ class Planner:
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)
+        if self.experts.is_on:
+            self.experts.processed(result)
         self.counters.processed(step, result)
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
         if step.num_tokens and device_us > 0:

@@ -66,7 +66,7 @@ class Prefill:
         self._loads: RankLoads | None = None
 
     def begin_plan(self, state: EpochState) -> None:
-        """Slots have changed since the last plan. Puts back into turn those who waited for what is computed by now."""
+        """Slots have changed since the last plan. Unparks the sequences whose prefix is computed by now."""
         self._num_reserved.clear()
         self._loads = None
         self._inflight_prefixes.release(state)

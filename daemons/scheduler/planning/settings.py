@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
 from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
+from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.planning.prefill import PrefillLimits
 from radixmesh.daemons.scheduler.queue.policies import QueueSettings
 
@@ -46,6 +47,8 @@ class PlannerSettings:
     """A request waits for a common prefix of at least so many tokens that another is computing."""
     dispatch: DispatchChoice = DispatchChoice()
     """Way to experts that are divided among ranks."""
+    balance: BalanceSettings = BalanceSettings()
+    """When experts move between ranks."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 

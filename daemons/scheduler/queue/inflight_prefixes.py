@@ -94,7 +94,7 @@ class InflightPrefixes:
         return Ahead(other, until)
 
     def park(self, sequence: Sequence, ahead: Ahead) -> bool:
-        """Parks a waiting sequence behind its leader; False at the bounds of parked ones: it keeps its turn."""
+        """Parks a waiting sequence behind its leader; False at the bounds of parked ones: it is admitted."""
         if self._queue.num_waiting_for_prefix >= self._max_waiting or self._num_parked_in_plan >= _MAX_WAITS_PER_PLAN:
             return False
         self._num_parked_in_plan += 1

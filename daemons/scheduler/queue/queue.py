@@ -1,4 +1,4 @@
-"""The waiting queue: one sub-queue per (router, tenant), served in turn.
+"""The waiting queue: one sub-queue per (router, tenant), served round robin.
 
 Within a sub-queue the highest priority goes first, then the policy's order (sub_queue.py) applies. With
 priority_across_tenants the highest priority of all sub-queues goes first.
@@ -25,7 +25,7 @@ class WaitingQueue:
     sub-queue, and no sub-queue starves another. With `priority_across_tenants` the highest priority of all goes first,
     and the sub-queues that have it take turns.
 
-    A sequence that waits for a prefix in flight is parked: it keeps its place but gets no turn.
+    A sequence that waits for a prefix in flight is parked: it keeps its position but is not admitted.
     """
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
@@ -63,7 +63,7 @@ class WaitingQueue:
         self.waiting_tokens += sequence.total_len
 
     def head(self) -> Sequence | None:
-        """The request whose turn it is; it stays until removed."""
+        """The request to be admitted next; it stays until removed."""
         while self._priorities:
             sub_queues = self._classes.get(-self._priorities[0])
             if sub_queues is None:
@@ -73,7 +73,7 @@ class WaitingQueue:
         return None
 
     def admitted(self, sequence: Sequence) -> None:
-        """Takes out a request that has its turn, and gives the turn to the other sub-queues."""
+        """Takes out the request at the head; the other sub-queues come next."""
         sub_queues, key = self._classes[self._class_of(sequence)], sub_queue_key(sequence)
         sub_queues[key].admitted(sequence)
         sub_queues.move_to_end(key)
@@ -88,12 +88,12 @@ class WaitingQueue:
             self._leave(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Excludes a sequence from the turns until unpark(), or remove()."""
+        """Excludes a sequence from admission until unpark(), or remove()."""
         self._leave(sequence)
         self._parked[sequence] = None
 
     def unpark(self, sequence: Sequence) -> None:
-        """Returns a parked sequence to the turns; does nothing for any other."""
+        """Makes a parked sequence wait for admission again; does nothing for any other."""
         if sequence in self._parked:
             del self._parked[sequence]
             self._enter(sequence)

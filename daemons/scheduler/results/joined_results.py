@@ -11,6 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
+from radixmesh.daemons.scheduler.group.rank_results import summed_loads
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 
 
@@ -58,6 +59,7 @@ def joined(results: Sequence[StepResult], step: PlannedStep, slots_per_rank: int
         slot_errors=_of_slots(results, "slot_errors", slots_per_rank),
         device_end_ns=first.device_start_ns + longest,
         expert_rows=tuple(num for result in results for num in result.expert_rows),
+        expert_loads=summed_loads(results),
     )
 
 

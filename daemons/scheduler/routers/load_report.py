@@ -77,6 +77,7 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         decode_reserve_tokens=planner.decode_reserve_tokens,
         cache_revision=planner.cache_feed.revision,
         expert_balancedness=counters.expert_load.balancedness,
+        num_expert_placements=planner.experts.num_placed,
     )
     if planner.state is not None:
         counts = planner.state.page_counts()

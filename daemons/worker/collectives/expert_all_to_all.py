@@ -4,7 +4,7 @@ normal: ranks tell each other first how many rows come, then send just these. lo
 places to every other one as the plan's shape allows at most, most of them empty, so that nothing has to be known first.
 
 Legend: P pairs of a row and an expert that it picked, R pairs that came here, D hidden size, N ranks, B bytes of a row
-and the number of its expert.
+and of the place of its expert.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertDispatch
+from radixmesh.daemons.worker.expert_places import ExpertPlaces
 
-_EXPERT_BYTES = 8
+_PLACE_BYTES = 8
 
 
 class _Route(NamedTuple):
@@ -33,9 +34,11 @@ class _Route(NamedTuple):
 
 
 class AllToAllDispatch(ExpertDispatch):
-    """Ranks of `group`, which share the experts."""
+    """Ranks of `group`, which share the experts. num_redundant: places of a layer, on all ranks together, beyond one
+    for each expert."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, num_redundant: int = 0) -> None:
+        self._num_redundant = num_redundant
         self.rank, self.size = group.rank, group.size
         self.group = group
         self._mode = DispatchMode.NORMAL
@@ -47,19 +50,21 @@ class AllToAllDispatch(ExpertDispatch):
         self._mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL
         self._max_rows = max_tokens_per_rank
 
-    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, num_experts: int,
+    def places_per_rank(self, num_experts: int) -> int:
+        return -(-(num_experts + self._num_redundant) // self.size)
+
+    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, places: ExpertPlaces,
                  num_picks: int) -> Dispatched:  # fmt: skip
-        shares = [self.share(num_experts, rank) for rank in range(self.size)]
-        starts = torch.tensor([share.start for share in shares])
-        ranks_P = torch.bucketize(experts_P, starts, right=True) - 1
+        places_P = places.choose(experts_P, rows_P)
+        ranks_P = places_P // places.per_rank
         order_P = ranks_P.argsort(stable=True)
         counts_N = ranks_P.bincount(minlength=self.size)
-        packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), experts_P[order_P])
+        packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), (places_P % places.per_rank)[order_P])
         if self._mode is DispatchMode.LOW_LATENCY:
-            capacity = self._max_rows * min(num_picks, max(share.size for share in shares))
+            capacity = self._max_rows * min(num_picks, places.per_rank)
             assert int(counts_N.max()) <= capacity, (counts_N, capacity)
             first_N = torch.arange(self.size) * capacity
-            # Places without a pair keep an expert of -1.
+            # Rows of the exchange without a pair keep a place of -1.
             sent_XB = packed_PB.new_full((self.size * capacity, packed_PB.shape[1]), 0xFF)
             to_ranks = from_ranks = [capacity] * self.size
         else:
@@ -73,13 +78,13 @@ class AllToAllDispatch(ExpertDispatch):
         sent_XB[sent_P] = packed_PB
         came_XB = self.group.all_to_all(sent_XB, to_ranks, from_ranks)
         # Copies: a view as another type needs an aligned beginning.
-        experts_X = came_XB[:, -_EXPERT_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
-        came_R = (experts_X >= 0).nonzero().flatten()
+        held_X = came_XB[:, -_PLACE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
+        came_R = (held_X >= 0).nonzero().flatten()
         self.num_pairs += len(came_R)
         came_RB = came_XB[came_R]
-        x_RD = came_RB[:, :-_EXPERT_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
+        x_RD = came_RB[:, :-_PLACE_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
         route = _Route(order_P, sent_P, came_R, to_ranks, from_ranks)
-        return Dispatched(x_RD, torch.arange(len(came_R)), experts_X[came_R], route)
+        return Dispatched(x_RD, torch.arange(len(came_R)), held_X[came_R], route)
 
     def combine(self, dispatched: Dispatched, results_RD: torch.Tensor) -> torch.Tensor:
         route = dispatched.route
@@ -92,10 +97,10 @@ class AllToAllDispatch(ExpertDispatch):
         return results_PD
 
 
-def _pack(x_PD: torch.Tensor, experts_P: torch.Tensor) -> torch.Tensor:
+def _pack(x_PD: torch.Tensor, held_P: torch.Tensor) -> torch.Tensor:
     """uint8 [P, B]: one exchange carries both, whatever the dtype of the rows."""
     num_bytes = x_PD.shape[1] * x_PD.element_size()
-    packed_PB = torch.empty(len(x_PD), num_bytes + _EXPERT_BYTES, dtype=torch.uint8)
+    packed_PB = torch.empty(len(x_PD), num_bytes + _PLACE_BYTES, dtype=torch.uint8)
     packed_PB[:, :num_bytes] = x_PD.contiguous().view(torch.uint8)
-    packed_PB[:, num_bytes:] = experts_P.contiguous().view(torch.uint8).view(-1, _EXPERT_BYTES)
+    packed_PB[:, num_bytes:] = held_P.contiguous().view(torch.uint8).view(-1, _PLACE_BYTES)
     return packed_PB

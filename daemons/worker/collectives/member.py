@@ -27,13 +27,16 @@ _MOST_ATTEMPTS = 64
 
 class CollectiveMember:
     """A rank that computes with those of its batch (tensor parallelism), with those that share its experts, or with
-    both. host: the address of this machine by which the other ranks reach it.
+    both. host: the address of this machine by which the other ranks reach it. redundant_experts: see AllToAllDispatch.
 
     Rank 0 holds the store in which the ranks of a generation exchange their addresses, for as long as it lives.
     """
 
-    def __init__(self, layout: RankLayout, host: str, connect: Connect = GlooCommunicator) -> None:
+    def __init__(
+        self, layout: RankLayout, host: str, connect: Connect = GlooCommunicator, *, redundant_experts: int = 0
+    ) -> None:
         self.layout = layout
+        self._redundant_experts = redundant_experts
         self.group = RankGroup(layout.tp_rank, layout.tp_size)
         self.expert_group = RankGroup(layout.ep_rank, layout.ep_size)
         self.rendezvous = ""
@@ -51,7 +54,9 @@ class CollectiveMember:
 
     @property
     def experts(self) -> ExpertDispatch | None:
-        return AllToAllDispatch(self.expert_group) if self.expert_group.size > 1 else None
+        if self.expert_group.size == 1:
+            return None
+        return AllToAllDispatch(self.expert_group, self._redundant_experts)
 
     @property
     def is_whole(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles
@@ -22,11 +24,13 @@ from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
+from radixmesh.daemons.worker.expert_moves import ExpertMoves
 from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages, latents_in_fp8
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.encoder.config import read_encoder_config
 from radixmesh.daemons.worker.models.encoder.model import EncoderModel
+from radixmesh.daemons.worker.models.expert_checkpoint import read_experts
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.models.sharding import Share
@@ -112,7 +116,7 @@ def load_runner(
             device=placement.device,
             scales=scales,
         )
-    return CpuRunner(
+    runner = CpuRunner(
         built.model,
         pool,
         attention,
@@ -123,6 +127,12 @@ def load_runner(
         group=group,
         experts=experts,
     )
+    if experts.size > 1:
+        assert isinstance(experts, AllToAllDispatch)
+        quantization = read_quantization(ConfigReader.open(model))
+        read = partial(read_experts, model, quantization, built.expert_sources)
+        runner.expert_moves = ExpertMoves(built.model.routed_experts(), experts.group, read)
+    return runner
 
 
 def load_model(folder: Path, placement: Placement, model_impl: str = "auto", *, has_fp8_kv: bool = False) -> BuiltModel:

@@ -107,7 +107,8 @@ class CpuRunner(ModelRunner):
             self._lengths.observe(_slots(segments), counts, self._most_drafts, output.end_ns - output.start_ns)
         if self._experts.size == 1:
             return output
-        return replace(output, expert_rows=self._experts.num_pairs - before)
+        loads = self.expert_moves.take_loads() if self.expert_moves is not None else None
+        return replace(output, expert_rows=self._experts.num_pairs - before, expert_loads=loads)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,8 +80,13 @@ class ModelOnDevice:
     kv_scales: tuple[KvScales, ...] | None = None
 
 
-def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
-    """Loads, sizes, compiles and captures. Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT."""
+def load_cuda_runner(
+    folder: Path, settings: DeviceSettings, prepare: Callable[[DeviceRunner], None] = lambda runner: None
+) -> DeviceRunner:
+    """Loads, sizes, compiles and captures. prepare: captures what else steps will need, at the end.
+
+    Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
+    """
     if not torch.cuda.is_available():
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
@@ -96,6 +101,7 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up()
+        prepare(runner)
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
     watch_compiles()
     return runner

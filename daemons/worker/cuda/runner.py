@@ -26,10 +26,8 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
-from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
+from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
-from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks, yielded
@@ -50,8 +48,6 @@ from radixmesh.daemons.worker.runner import (
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter
 from radixmesh.daemons.worker.step_handle import StepHandle
-from radixmesh.kernels.rope_kv import KvTarget
-from radixmesh.kernels.scatter_embed import scatter_embed
 
 _log = get_logger(__name__)
 
@@ -104,7 +100,6 @@ class DeviceRunner(ModelRunner):
         self.is_deterministic = is_deterministic
         self._limits = limits
         self._admissions = 0
-        self._use_pdl = use_pdl
         self.device = device
         self.model = model
         self.pool = pool
@@ -137,11 +132,20 @@ class DeviceRunner(ModelRunner):
                 max_total_len=limits.max_total_len,
                 sizes=limits.prompt_rows,
             )
-            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
+            self._decodes = DecodeSteps(
+                device,
+                model,
+                self._attention,
+                self.slots,
+                self.masks,
+                self._tokens,
+                page_size=pool.page_size,
+                graph_rows=limits.graph_rows,
+                use_pdl=use_pdl,
+            )
             vectors = PromptVectors(device, model, embed_pooling)
             self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
-            self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
@@ -198,7 +202,6 @@ class DeviceRunner(ModelRunner):
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start."""
-        rows = no_rows()
         with self.device.in_order(), torch.inference_mode():
             if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
                 compile_ahead(self._launch_all)
@@ -207,12 +210,7 @@ class DeviceRunner(ModelRunner):
                 self._prompts.warm_up()
                 self.device.record_event().wait()
                 return
-            for num_rows in sorted(self._graphs.sizes, reverse=True):
-                step = host_step(rows, (), num_rows)
-                self._attention.plan(step)
-                send = partial(self._stage_decodes, rows, num_rows)
-                for variant in self._attention.variants(num_rows):
-                    self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
+            self._decodes.capture(self._sampler)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
@@ -228,9 +226,7 @@ class DeviceRunner(ModelRunner):
         """Launches the kernels of all steps that `warm_up` captures or runs, for compiling."""
         self._prompts.launch_all()
         if Task.GENERATE in self.tasks:
-            for num_rows in sizes_to_compile(self._graphs.sizes):
-                for variant in self._attention.variants(num_rows):
-                    self._decode(num_rows, variant)
+            self._decodes.launch_all(self._sampler)
             self._sampler.warm_up(self.model.dtype)
 
     @torch.inference_mode()
@@ -246,58 +242,12 @@ class DeviceRunner(ModelRunner):
             return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
-        num_rows = len(rows.slots)
-        if not num_rows:
+        if not len(rows.slots):
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
             return self._handle(start, start, StepHandle.of(NOTHING), rows.slots)
-        bucket = self._graphs.bucket(num_rows)
-        step = host_step(rows, (), bucket or num_rows, self._admissions)
-        variant = self._attention.plan(step)
-        self._stage_decodes(rows, step.num_rows)
-        start = self._clock.begin(self.device)
-        replay = self._decode if bucket is None else self._graphs.replay
-        logits_TV = replay(step.num_rows, variant)
-        views = self._decodes.views(step.num_rows)
-        target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
-        logprobs = self._tokens.logprobs
-        asking = self._sampler.tokens_of(
-            logits_TV, views.slots, views.kv_lens, rows.slots, target, logprobs, has_highest=True
-        )
-        end = self._clock.end(self.device)
-        self._decodes.fence(end)
-        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), rows.slots)
-
-    def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
-        """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
-        entries = self.slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
-        if len(entries) > self._decodes.max_entries:
-            self.slots.send_entries(entries)
-            entries = entries[:0]
-        self._decodes.stage(rows, num_rows, self.slots.row_tokens(rows.slots), entries, self._tokens.take())
-
-    def _decode(self, num_rows: int, variant: str) -> torch.Tensor:
-        """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
-        it."""
-        views, tables = self._decodes.fetch(num_rows), self.slots.page_tables
-        self.masks.clamp(views.slots, views.positions, views.kv_lens)
-        x_TD = scatter_embed(
-            views.slots,
-            views.tokens,
-            views.entries_E2,
-            views.num_entries_1,
-            tables,
-            self.slots.last_tokens,
-            self.model.embedding_VD,
-            use_pdl=self._use_pdl,
-        )
-        attention = self._attention.begin(views.attention(tables), variant)
-        target = KvTarget(views.positions, views.slots, tables, self.page_size)
-        logits_TV = self.model.logits(self.model.layers(x_TD, target, attention))
-        # The token of a row is at the position that follows its KV.
-        to = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
-        self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
-        return logits_TV
+        start, end, fetched = self._decodes.launch(rows, self._sampler, self._clock, self._admissions)
+        return self._handle(start, end, fetched, rows.slots)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:

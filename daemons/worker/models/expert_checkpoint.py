@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
+from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets, load_tensors
+from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 from radixmesh.daemons.worker.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.experts import ExpertWeights
@@ -22,6 +24,41 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
+class ExpertSource(NamedTuple):
+    """The experts of one layer in the checkpoint. targets_of: from some places of `weights` to their tensors."""
+
+    weights: ExpertWeights
+    targets_of: Callable[[ExpertWeights], TensorTargets]
+
+
+def read_experts(
+    folder: Path,
+    quantization: CheckpointQuantization | None,
+    sources: Sequence[ExpertSource],
+    wanted: Sequence[tuple[int, int, int]],
+) -> None:
+    """Fills places with experts of the folder: (index in `sources`, place, expert). Raises BAD_CHECKPOINT."""
+    waiting = list(wanted)
+    while waiting:
+        # One of each layer at a time: in some layouts all experts of a layer are one tensor.
+        chosen = {layer: (layer, place, expert) for layer, place, expert in reversed(waiting)}
+        waiting = [item for item in waiting if chosen[item[0]] != item]
+        tensors: dict[str, torch.Tensor] = {}
+        others: dict[str, OtherTarget] = {}
+        slices: dict[str, TensorSlice] = {}
+        for layer, place, expert in chosen.values():
+            weights = sources[layer].weights.of(place, 1, ExpertShare(expert, expert + 1))
+            targets = sources[layer].targets_of(weights)
+            tensors.update(targets.tensors)
+            others.update(targets.others)
+            fused = [*targets.tensors.items(), *((name, other.tensor) for name, other in targets.others.items())]
+            cut = TensorSlice(0, ((expert, expert + 1),), weights.num_experts)
+            slices.update((name, cut) for name, tensor in fused if tensor.dim() == 3)
+        with torch.inference_mode():
+            only = TensorTargets(tensors=tensors, is_ignored=lambda name: True, others=others, slices=slices)
+            load_tensors(folder, only, quantization)
+
+
 def expert_targets(
     prefix: str, weights: ExpertWeights, *, names: ExpertNames | None = None, fused_prefix: str | None = None
 ) -> TensorTargets:
@@ -30,7 +67,7 @@ def expert_targets(
     The fused layout is [experts, 2 x mlp size, hidden] of gate_up_proj and [experts, hidden, mlp size] of down_proj
     under `fused_prefix`, by default the same prefix.
     """
-    names = names or ExpertNames()
+    names, weights = names or ExpertNames(), weights.loaded
     fused = fused_prefix or prefix
     mlp_size = weights.w_down_EFD.shape[1]
     gate_up, down = {}, {}
@@ -59,6 +96,7 @@ def fused_expert_targets(prefix: str, weights: ExpertWeights, *, is_interleaved:
 
     is_interleaved: columns of gate and up alternate in gate_up_proj.
     """
+    weights = weights.loaded
     columns, biases = weights.w_gate_up_EDF2, weights.b_gate_up_EF2
     if is_interleaved:
         columns = _alternating(columns)

@@ -43,8 +43,8 @@ Router = Callable[[torch.Tensor], Routing]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """Gated MLPs, [in, out] as all projections; the gate is the first half of gate_up. Biases are None where there are
-    none. Of a rank that shares the experts with others, those of its share: E counts these alone, `share` says which of
-    all `num_experts` they are.
+    none. Of a rank that shares the experts with others, E counts the places that it has for them: `share` says which of
+    all `num_experts` are loaded into the first ones.
 
     The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view; where the placement
     puts features out first, `w[e].t()` is.
@@ -62,16 +62,44 @@ class ExpertWeights:
         cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement, has_bias: bool = False
     ) -> ExpertWeights:
         """Memory for the weights, not filled; biases have it where projections have none."""
-        share = placement.experts.share(num_experts)
-        bias = torch.empty(share.size, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
+        share, places = placement.experts.share(num_experts), placement.experts.places_per_rank(num_experts)
+        bias = torch.empty(places, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
         return cls(
-            w_gate_up_EDF2=_aligned_stack(share.size, hidden_size, 2 * mlp_size, placement.of_projections()),
-            w_down_EFD=_aligned_stack(share.size, mlp_size, hidden_size, placement.of_projections()),
+            w_gate_up_EDF2=_aligned_stack(places, hidden_size, 2 * mlp_size, placement.of_projections()),
+            w_down_EFD=_aligned_stack(places, mlp_size, hidden_size, placement.of_projections()),
             num_experts=num_experts,
             share=share,
             b_gate_up_EF2=bias[:, : 2 * mlp_size] if has_bias else None,
             b_down_ED=bias[:, 2 * mlp_size :] if has_bias else None,
         )
+
+    def of(self, place: int, num: int, share: ExpertShare) -> ExpertWeights:
+        """The `num` places from `place` on, into which `share` is to be loaded."""
+        part = slice(place, place + num)
+        return ExpertWeights(
+            w_gate_up_EDF2=self.w_gate_up_EDF2[part],
+            w_down_EFD=self.w_down_EFD[part],
+            num_experts=self.num_experts,
+            share=share,
+            b_gate_up_EF2=None if self.b_gate_up_EF2 is None else self.b_gate_up_EF2[part],
+            b_down_ED=None if self.b_down_ED is None else self.b_down_ED[part],
+        )
+
+    @property
+    def loaded(self) -> ExpertWeights:
+        """The places of `share`, without those that are empty at first."""
+        return self.of(0, self.share.size, self.share)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return sum(part.numel() for part in self.bytes_of(0))
+
+    def bytes_of(self, place: int) -> list[torch.Tensor]:
+        """The weights at a place as they lie in memory, uint8 views."""
+        weights = [self.w_gate_up_EDF2[place], self.w_down_EFD[place]]
+        weights += [bias[place] for bias in (self.b_gate_up_EF2, self.b_down_ED) if bias is not None]
+        return [(w if w.is_contiguous() else w.t()).view(-1).view(torch.uint8) for w in weights]
 
 
 class RoutedExperts:
@@ -90,14 +118,16 @@ class RoutedExperts:
         gated: Callable[[torch.Tensor], torch.Tensor] = silu_gated,
         scales_input: bool = False,
     ) -> None:
-        self._weights = weights
+        self.weights = self._weights = weights
+        self.places = placement.experts.first_places(weights.num_experts)
+        """Of all ranks; replaced while no forward runs."""
         self._router = router
         self._gated = gated
         self._scales_input = scales_input
         self._group = placement.group
         self._dispatch = placement.experts
         # Made once: `RowTiles` knows a function again by equality, which a new partial does not have.
-        self._experts = tuple(partial(self._expert, index) for index in range(weights.share.size))
+        self._experts = tuple(partial(self._expert, index) for index in range(len(weights.w_down_EFD)))
 
     def compute(self, x_TD: torch.Tensor, num_rows: int, tiles: RowTiles) -> torch.Tensor:
         """Sum over each row's experts of weight x MLP(row), [T, D] in the dtype of x; zeros in padding rows.
@@ -130,7 +160,7 @@ class RoutedExperts:
         hidden = RowInput((weight.shape[2],), weight.dtype)
         return (
             RowProbe("route", self._route, (hidden,)),
-            *(RowProbe(EXPERT_PROBE, expert, (hidden,)) for expert in self._experts),
+            *(RowProbe(EXPERT_PROBE, expert, (hidden,)) for expert in self._experts[: self._weights.share.size]),
         )
 
     def _route(self, inputs: Tensors) -> Tensors:
@@ -157,18 +187,16 @@ class RoutedExperts:
         if self._scales_input:
             x_TD = x_TD.index_select(0, rows_P) * weights_NA.flatten()[:, None].to(x_TD.dtype)
             rows_P = torch.arange(len(rows_P), device=x_TD.device)
-        num_experts = self._weights.num_experts
-        dispatched = self._dispatch.dispatch(x_TD, rows_P, expert_ids_NA.flatten(), num_experts, num_picks)
+        dispatched = self._dispatch.dispatch(x_TD, rows_P, expert_ids_NA.flatten(), self.places, num_picks)
         results_PD = self._dispatch.combine(dispatched, self._run_pairs(dispatched, tiles))
         return results_PD.view(num_rows, num_picks, x_TD.shape[1])
 
     def _run_pairs(self, dispatched: Dispatched, tiles: RowTiles) -> torch.Tensor:
         """float32 [R, D]: what the experts of this rank make of the rows that came."""
-        x_XD, rows_R, experts_R, _ = dispatched
+        x_XD, rows_R, held_R, _ = dispatched
         results_RD = x_XD.new_empty(len(rows_R), x_XD.shape[1], dtype=torch.float32)
-        held_R = experts_R - self._weights.share.start
         pairs_by_expert_R = held_R.argsort(stable=True)
-        ends = held_R.bincount(minlength=self._weights.share.size).cumsum(0).tolist()
+        ends = held_R.bincount(minlength=len(self._experts)).cumsum(0).tolist()
         for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start == end:
                 continue
@@ -182,7 +210,7 @@ class RoutedExperts:
 
 
 def place_experts(placement: Placement, num_experts: int) -> ExpertShare:
-    """The experts of each layer that this rank holds whole.
+    """The experts of each layer that this rank loads whole.
 
     Raises MeshError INVALID_ARGUMENT where there are fewer than ranks: some would hold none.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,10 @@ from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.sharding import Share
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.models.expert_checkpoint import ExpertSource
+    from radixmesh.daemons.worker.models.experts import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,10 @@ class Model(ABC):
         """Every function that this model gives to `RowTiles.map`: of each layer and each expert, so that no matrix is
         left out. Functions of one name have inputs and weights of the same shapes."""
 
+    def routed_experts(self) -> tuple[RoutedExperts, ...]:
+        """The experts of each layer that has some, in the order of the layers. Default: there are none."""
+        return ()
+
 
 class KvHeads(NamedTuple):
     """The KV heads of a rank out of all `total` of the model."""
@@ -116,11 +124,13 @@ class KvHeads(NamedTuple):
 
 
 class BuiltModel(NamedTuple):
-    """A model with unfilled weights, and which tensor of a checkpoint goes where. kv_heads: None where it has all."""
+    """A model with unfilled weights, and which tensor of a checkpoint goes where. kv_heads: None where it has all.
+    expert_sources: beside Model.routed_experts()."""
 
     model: Model
     targets: TensorTargets
     kv_heads: KvHeads | None = None
+    expert_sources: tuple[ExpertSource, ...] = ()
 
 
 class ModelFamily(ABC):

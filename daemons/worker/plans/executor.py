@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.guides import SlotGuides
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
@@ -96,6 +97,8 @@ class StepExecutor:
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
+        if self.runner.expert_moves is not None:
+            self.runner.expert_moves.drop()
         self.table.clear()
         self._guides.clear()
         self.blobs.begin_epoch()
@@ -121,11 +124,12 @@ class StepExecutor:
         a step died half-way, the tables and KV are undefined from then on.
         """
         self._check_order(plan)
-        check_plan(plan, self.limits, self.table, self.records)
-        self._apply(plan)
+        check_plan(plan, self.limits, self.table, self.records, self.runner)
+        spent_ns = self._apply(plan)
         self.last_step = plan.step_id
         if not plan.has_forward:
-            return StepHandle(DONE, partial(self._builder(plan).build, at_ns=ready_ns))
+            build = partial(self._builder(plan).build, start_ns=ready_ns, end_ns=ready_ns + spent_ns)
+            return StepHandle(DONE, build)
         most = self.runner.max_tokens_per_row
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if self._launched and self._needs_tokens(batch):
@@ -180,12 +184,14 @@ class StepExecutor:
                 {"expected": str(self.last_step + 1), "got": str(plan.step_id)},
             )
 
-    def _apply(self, plan: StepPlan) -> None:
-        """Everything up to the forward. The order is the contract's."""
+    def _apply(self, plan: StepPlan) -> int:
+        """Everything up to the forward, in the contract's order; nanoseconds that the barrier ops took."""
         table, records = self.table, self.records
-        for _ in plan.barrier_ops:  # The check let flush_cache pass and nothing else.
-            records.flush()
-            self.runner.clear()
+        start_ns = self.runner.now_ns() if plan.barrier_ops else 0
+        for op in plan.barrier_ops:
+            self.finish_all()
+            commit(op, self.runner, records)
+        spent_ns = self.runner.now_ns() - start_ns if plan.barrier_ops else 0
         for release in plan.releases:
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
@@ -207,6 +213,7 @@ class StepExecutor:
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
         if plan.decode_set is not None:
             table.decode_set = plan.decode_set
+        return spent_ns
 
     def _guide_of(self, admit: Admit) -> Guide | None:
         """The guide of a request with a grammar; where there can be none, its slot has failed."""

@@ -19,16 +19,20 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Grant, StepPlan, Task
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.admit_check import check_admit
+from radixmesh.daemons.worker.plans.barrier_ops import check_barrier_ops, flushes
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.runner import ModelRunner
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT
 _SLOT_CONFLICT = ErrorReason.ERROR_REASON_SLOT_CONFLICT
 _INVALID = ErrorReason.ERROR_REASON_INVALID_ARGUMENT
 
 
-def check_plan(plan: StepPlan, limits: Limits, table: SlotTable, records: PageRecordTable) -> None:
+def check_plan(plan: StepPlan, limits: Limits, table: SlotTable, records: PageRecordTable, runner: ModelRunner) -> None:
     """Raises the MeshError of the refusal (SLOT_CONFLICT, PAGE_CONFLICT, UNSUPPORTED, ...). Changes nothing."""
+    if plan.barrier_ops:
+        check_barrier_ops(plan.barrier_ops, table, runner)
     _PlanCheck(plan, limits, table, records).run()
 
 
@@ -47,30 +51,17 @@ class _PlanCheck:
         self._limits = limits
         self._table = table
         self._records = records
+        self._is_flushed = flushes(plan.barrier_ops)
         self._released: set[int] = set()
         self._admitted: dict[int, _Lengths] = {}
         self._grants: Mapping[int, Grant] = {}
 
     def run(self) -> None:
-        self._check_barriers()
         self._check_releases()
         self._check_admits()
         self._check_grants()
         self._check_copies()
         self._check_forward()
-
-    def _check_barriers(self) -> None:
-        for op in self._plan.barrier_ops:
-            name = op.WhichOneof("op")
-            if name != "flush_cache":
-                raise MeshError(
-                    ErrorReason.ERROR_REASON_UNSUPPORTED,
-                    f"the barrier op {name} is not offered by this worker",
-                    {"feature": str(name)},
-                )
-            if self._table.num_occupied:
-                slot = int(np.argmax(self._table.is_occupied))
-                raise slot_conflict(slot, "is held: release every slot in a plan before the one that flushes the cache")
 
     def _check_releases(self) -> None:
         for release in self._plan.releases:
@@ -98,7 +89,7 @@ class _PlanCheck:
         if len(pages) == 0:
             return
         self._check_page_ids(pages, "admits.cached_pages")
-        if self._plan.barrier_ops:
+        if self._is_flushed:
             raise page_conflict(int(pages[0]), "is named as cached by the plan that flushes the cache")
         if len(np.unique(pages)) != len(pages):
             raise page_conflict(_first_repeated(pages), "is named twice by one request")
@@ -186,8 +177,8 @@ class _PlanCheck:
                 raise page_conflict(target, "is the target of a copy: grant it in the same plan, and copy to it once")
             if source in granted:
                 raise page_conflict(source, "is the source of a copy and granted anew by the same plan")
-            if self._plan.barrier_ops or copy.num_tokens > self._records.filled[source]:
-                held = 0 if self._plan.barrier_ops else int(self._records.filled[source])
+            if self._is_flushed or copy.num_tokens > self._records.filled[source]:
+                held = 0 if self._is_flushed else int(self._records.filled[source])
                 raise page_conflict(source, f"holds {held} tokens: {copy.num_tokens} of them cannot be copied")
             targets.add(target)
 

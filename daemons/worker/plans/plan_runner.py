@@ -69,11 +69,14 @@ class PlanRunner:
             self.executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
-    def reset(self) -> None:
-        """Empties slots, KV and page records; plans run from the next epoch on."""
+    def reset(self, experts: worker_pb2.ExpertPlacement | None = None) -> None:
+        """Empties slots, KV and page records; plans run from the next epoch on. experts: placement of those that ranks
+        share, None: as they were loaded. Raises INVALID_ARGUMENT or BAD_CHECKPOINT."""
         self._is_epoch_over = True
         if self._died_step is None:
             self.executor.reset()
+            if self.executor.runner.expert_moves is not None:
+                self.executor.runner.expert_moves.adopt(experts)
 
     def launch(self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None) -> StepHandle[Answer]:
         """Starts one plan; the handle's result is its answer and does not raise.

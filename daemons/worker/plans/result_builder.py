@@ -40,9 +40,9 @@ class ResultBuilder:
         self._errors = errors
         self._failed_slots = failed_slots
 
-    def build(self, *, at_ns: int) -> StepResult:
-        """The result of a plan without a forward: no rows, no device time."""
-        return self._result(counts=empty_ints(), ids=empty_ints(), start_ns=at_ns, end_ns=at_ns)
+    def build(self, *, start_ns: int, end_ns: int) -> StepResult:
+        """The result of a plan without a forward: no rows. Between the times its barrier ops ran."""
+        return self._result(counts=empty_ints(), ids=empty_ints(), start_ns=start_ns, end_ns=end_ns)
 
     def build_forward(self, batch: ForwardBatch, output: StepOutput) -> StepResult:
         """The result of a forward."""
@@ -67,7 +67,8 @@ class ResultBuilder:
             vectors=_vectors(batch, output),
         )
         if output.expert_rows is not None:
-            result = replace(result, expert_rows=(output.expert_rows,))
+            loads = empty_ints() if output.expert_loads is None else output.expert_loads
+            result = replace(result, expert_rows=(output.expert_rows,), expert_loads=loads)
         result = _with_drafts(_with_reasons(result, late_indexes(batch, output)), batch, output)
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 

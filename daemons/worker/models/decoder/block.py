@@ -95,7 +95,7 @@ class RoutedBlock(Block):
         if experts.swiglu_limit is not None:
             gated = partial(clamped_gated, limit=experts.swiglu_limit, alpha=experts.swiglu_alpha)
         self._routed = routed
-        self._experts = RoutedExperts(
+        self.experts = self._experts = RoutedExperts(
             routed.experts,
             _create_router(experts, routed),
             placement,

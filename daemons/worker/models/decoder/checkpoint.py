@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +19,11 @@ from radixmesh.daemons.worker.models.decoder.weights import (
 )
 from radixmesh.daemons.worker.models.expert_checkpoint import (
     ExpertNames,
+    ExpertSource,
     expert_targets,
     fused_expert_targets,
 )
+from radixmesh.daemons.worker.models.experts import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,20 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
     )
 
 
+def expert_sources(config: DecoderConfig, weights: DecoderWeights, layout: RoutedLayout) -> tuple[ExpertSource, ...]:
+    """Of the layers with routed experts."""
+
+    def targets_of(prefix: str, experts: ExpertWeights) -> TensorTargets:
+        targets = _expert_targets(prefix, experts, layout)
+        return replace(targets, others={**targets.others, **_renamed_targets(config, dict(targets.tensors))})
+
+    return tuple(
+        ExpertSource(layer.mlp.experts, partial(targets_of, config.names.of_layer(index, "").removesuffix(".")))
+        for index, layer in enumerate(weights.layers)
+        if isinstance(layer.mlp, RoutedWeights)
+    )
+
+
 def _renamed_targets(config: DecoderConfig, targets: dict[str, torch.Tensor]) -> dict[str, OtherTarget]:
     """The same tensors by the other names that some checkpoints have for them."""
     names, others = config.names, {}
@@ -179,12 +195,7 @@ def _mlp_targets(config: DecoderConfig, parts: LayerParts, weights: MlpWeights) 
 def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -> TensorTargets:
     block, other_block = f"{prefix}.{layout.block}", f"{prefix}.{layout.other_block}"
     router_ED = weights.w_router_DE.t()
-    if layout.is_in_first:
-        experts = fused_expert_targets(f"{block}.experts", weights.experts, is_interleaved=layout.is_interleaved)
-    else:
-        experts = expert_targets(
-            f"{block}.experts", weights.experts, names=layout.names, fused_prefix=f"{other_block}.experts"
-        )
+    experts = _expert_targets(prefix, weights.experts, layout)
     others = dict(experts.others)
     router = f"{block}.{layout.router}"
     if other_block != block:
@@ -193,6 +204,13 @@ def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -
     if weights.b_router_E is not None:
         targets[f"{router}.bias"] = weights.b_router_E
     return TensorTargets(tensors=targets, is_ignored=experts.is_ignored, others=others, elsewhere=experts.elsewhere)
+
+
+def _expert_targets(prefix: str, experts: ExpertWeights, layout: RoutedLayout) -> TensorTargets:
+    block, fused = f"{prefix}.{layout.block}.experts", f"{prefix}.{layout.other_block}.experts"
+    if layout.is_in_first:
+        return fused_expert_targets(block, experts, is_interleaved=layout.is_interleaved)
+    return expert_targets(block, experts, names=layout.names, fused_prefix=fused)
 
 
 def _shared_targets(prefix: str, weights: RoutedWeights) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.quantization import features_in_unit
-from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout, tensor_targets
+from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout, expert_sources, tensor_targets
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.sharding import shard_decoder
@@ -41,4 +41,5 @@ class DecoderFamily(ModelFamily):
         weights = DecoderWeights.empty(shard.config, placement)
         targets = replace(tensor_targets(shard.config, weights, self._layout), slices=shard.slices)
         kv_heads = KvHeads(decoder.num_kv_heads, shard.kv_heads)
-        return BuiltModel(DecoderModel(shard.config, weights, placement), targets, kv_heads)
+        sources = expert_sources(shard.config, weights, self._layout)
+        return BuiltModel(DecoderModel(shard.config, weights, placement), targets, kv_heads, sources)

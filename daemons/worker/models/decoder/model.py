@@ -14,10 +14,11 @@ from torch.nn import functional
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.cached_attention import attend_cached
-from radixmesh.daemons.worker.models.decoder.block import create_block
+from radixmesh.daemons.worker.models.decoder.block import RoutedBlock, create_block
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
+from radixmesh.daemons.worker.models.experts import RoutedExperts
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
@@ -98,6 +99,9 @@ class DecoderModel(Model):
             RowProbe("head", self._head, (hidden,)),
             RowProbe("final", self._final, (hidden,)),
         )
+
+    def routed_experts(self) -> tuple[RoutedExperts, ...]:
+        return tuple(block.experts for block in self._blocks if isinstance(block, RoutedBlock))
 
     def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         weights, scale = self.weights, self.config.embedding_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from radixmesh.daemons.worker.models.deepseek.weights import (
     MoeWeights,
     MtpLayer,
 )
-from radixmesh.daemons.worker.models.expert_checkpoint import expert_targets
+from radixmesh.daemons.worker.models.expert_checkpoint import ExpertSource, expert_targets
 
 # Tensors that an MTP layer shares with the model; its checkpoint holds them again.
 _SHARED_BY_MTP = ("embed_tokens.weight", "shared_head.head.weight")
@@ -49,6 +50,15 @@ def tensor_targets(config: DeepseekConfig, weights: DeepseekWeights) -> TensorTa
         is_ignored=lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
         others=others,
         elsewhere=frozenset(elsewhere),
+    )
+
+
+def expert_sources(weights: DeepseekWeights) -> tuple[ExpertSource, ...]:
+    """Of the layers that run: MTP layers do not."""
+    return tuple(
+        ExpertSource(layer.mlp.experts, partial(expert_targets, f"{layer_prefix(index)}mlp.experts"))
+        for index, layer in enumerate(weights.layers)
+        if isinstance(layer.mlp, MoeWeights)
     )
 
 

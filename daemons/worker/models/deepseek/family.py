@@ -8,7 +8,11 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.quantization import features_in_unit
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
-from radixmesh.daemons.worker.models.deepseek.checkpoint import present_mtp_layers, tensor_targets
+from radixmesh.daemons.worker.models.deepseek.checkpoint import (
+    expert_sources,
+    present_mtp_layers,
+    tensor_targets,
+)
 from radixmesh.daemons.worker.models.deepseek.config import read_deepseek_config
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
 from radixmesh.daemons.worker.models.deepseek.sharding import shard_deepseek
@@ -35,4 +39,5 @@ class DeepseekFamily(ModelFamily):
         targets = tensor_targets(shard.config, weights)
         if group.size > 1 or placed is not None:
             targets = replace(targets, slices=shard.slices)
-        return BuiltModel(DeepseekModel(shard.config, weights, placement), targets)
+        model = DeepseekModel(shard.config, weights, placement)
+        return BuiltModel(model, targets, expert_sources=expert_sources(weights))

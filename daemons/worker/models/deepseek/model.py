@@ -72,6 +72,9 @@ class DeepseekModel(Model):
             RowProbe("final_norm", self._final, (hidden,)),
         )
 
+    def routed_experts(self) -> tuple[RoutedExperts, ...]:
+        return tuple(block.experts for block in self._blocks if isinstance(block, _MoeBlock))
+
     def _final(self, inputs: Tensors) -> Tensors:
         return (rms_norm(inputs[0], self.weights.final_norm_D, self.config.norm_eps).float(),)
 
@@ -113,7 +116,7 @@ class _MoeBlock:
         self._norm_D = layer.mlp_norm_D
         self._eps = config.norm_eps
         self._shared = mlp.shared
-        self._experts = RoutedExperts(mlp.experts, DeepseekRouter(config.router, mlp), placement)
+        self.experts = self._experts = RoutedExperts(mlp.experts, DeepseekRouter(config.router, mlp), placement)
         self._group = placement.group
 
     def finish(self, x_TD: torch.Tensor, o_THC: torch.Tensor, batch: ModelBatch) -> torch.Tensor:

@@ -399,7 +399,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +419,7 @@ class GetStateResponse(_message.Message):
     DECODE_RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERT_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
     depth: int
@@ -438,4 +439,5 @@ class GetStateResponse(_message.Message):
     decode_reserve_tokens: int
     cache_revision: int
     expert_balancedness: float
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ...) -> None: ...
+    num_expert_placements: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ...) -> None: ...

@@ -146,7 +146,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class Capabilities(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ALIVE_FIELD_NUMBER: _ClassVar[int]
     TAKES_PLAN_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -193,7 +194,30 @@ class Capabilities(_message.Message):
     rendezvous: str
     takes_alive: bool
     takes_plan_batches: bool
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ...) -> None: ...
+    experts: SharedExperts
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ...) -> None: ...
+
+class SharedExperts(_message.Message):
+    __slots__ = ("num_layers", "num_experts", "places_per_rank", "expert_bytes", "placement")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_experts: int
+    places_per_rank: int
+    expert_bytes: int
+    placement: ExpertPlacement
+    def __init__(self, num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., places_per_rank: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., placement: _Optional[_Union[ExpertPlacement, _Mapping]] = ...) -> None: ...
+
+class ExpertPlacement(_message.Message):
+    __slots__ = ("version", "experts")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    experts: bytes
+    def __init__(self, version: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
@@ -230,20 +254,22 @@ class Fenced(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class FormGroupRequest(_message.Message):
-    __slots__ = ("epoch", "instance_id", "generation", "layout", "rendezvous", "member_instance_ids")
+    __slots__ = ("epoch", "instance_id", "generation", "layout", "rendezvous", "member_instance_ids", "experts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     MEMBER_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     instance_id: str
     generation: int
     layout: RankLayout
     rendezvous: str
     member_instance_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., rendezvous: _Optional[str] = ..., member_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    experts: ExpertPlacement
+    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., rendezvous: _Optional[str] = ..., member_instance_ids: _Optional[_Iterable[str]] = ..., experts: _Optional[_Union[ExpertPlacement, _Mapping]] = ...) -> None: ...
 
 class FormGroupResponse(_message.Message):
     __slots__ = ()
@@ -272,10 +298,12 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group_generation: _Optional[int] = ..., takes_result_batches: bool = ...) -> None: ...
 
 class Claimed(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "experts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    experts: ExpertPlacement
+    def __init__(self, epoch: _Optional[int] = ..., experts: _Optional[_Union[ExpertPlacement, _Mapping]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("epoch", "step_id", "error")
@@ -332,7 +360,7 @@ class ForwardShape(_message.Message):
     def __init__(self, mode: _Optional[_Union[ForwardMode, str]] = ..., max_tokens_per_rank: _Optional[int] = ..., dispatch: _Optional[_Union[ExpertDispatch, str]] = ..., graph_bucket: _Optional[int] = ..., is_two_batch: bool = ..., idle_ranks: _Optional[bytes] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class BarrierOp(_message.Message):
-    __slots__ = ("flush_cache", "commit_weights", "load_adapter", "unload_adapter", "place_experts", "release_memory", "resume_memory")
+    __slots__ = ("flush_cache", "commit_weights", "load_adapter", "unload_adapter", "place_experts", "release_memory", "resume_memory", "move_experts")
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +368,7 @@ class BarrierOp(_message.Message):
     PLACE_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MOVE_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     flush_cache: FlushCache
     commit_weights: CommitStaged
     load_adapter: CommitStaged
@@ -347,7 +376,24 @@ class BarrierOp(_message.Message):
     place_experts: CommitStaged
     release_memory: ReleaseMemory
     resume_memory: ReleaseMemory
-    def __init__(self, flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitStaged, _Mapping]] = ..., load_adapter: _Optional[_Union[CommitStaged, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapter, _Mapping]] = ..., place_experts: _Optional[_Union[CommitStaged, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ...) -> None: ...
+    move_experts: MoveExperts
+    def __init__(self, flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitStaged, _Mapping]] = ..., load_adapter: _Optional[_Union[CommitStaged, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapter, _Mapping]] = ..., place_experts: _Optional[_Union[CommitStaged, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., move_experts: _Optional[_Union[MoveExperts, _Mapping]] = ...) -> None: ...
+
+class MoveExperts(_message.Message):
+    __slots__ = ("stage_id", "layer", "sources", "targets", "first_byte", "num_bytes")
+    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    stage_id: str
+    layer: int
+    sources: bytes
+    targets: bytes
+    first_byte: int
+    num_bytes: int
+    def __init__(self, stage_id: _Optional[str] = ..., layer: _Optional[int] = ..., sources: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., first_byte: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class FlushCache(_message.Message):
     __slots__ = ()
@@ -488,7 +534,7 @@ class DecodeSet(_message.Message):
     def __init__(self, slots: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers", "expert_rows")
+    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers", "expert_rows", "expert_loads")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +551,7 @@ class StepResult(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_LOADS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     counts: bytes
@@ -521,7 +568,8 @@ class StepResult(_message.Message):
     accepted: bytes
     released_transfers: _containers.RepeatedScalarFieldContainer[str]
     expert_rows: int
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ..., expert_rows: _Optional[int] = ...) -> None: ...
+    expert_loads: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ..., expert_rows: _Optional[int] = ..., expert_loads: _Optional[bytes] = ...) -> None: ...
 
 class SlotError(_message.Message):
     __slots__ = ("slot", "generation", "error")
