@@ -28,8 +28,9 @@ from radixmesh.kernels.attention.split_pieces import (
     fp8_pairs,
     merge_parts,
     prefetch_tile,
-    row_powers,
+    query_pairs,
     soft_capped,
+    store_dims,
     token_index,
 )
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
@@ -247,10 +248,7 @@ def _split_attention_kernel(
             tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + lane_offset, mask=is_own, other=0.0)
         if PACK == 2:
-            q_odd = tl.load(q_ptr + lane_offset + 1, mask=is_own, other=0.0)
-            power = row_powers(tl.max(tl.maximum(tl.abs(q), tl.abs(q_odd)), 1))
-            q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
-            q_odd = (q_odd.to(tl.float32) / power[:, None]).to(tl.float16)
+            q, q_odd, power = query_pairs(q, tl.load(q_ptr + lane_offset + 1, mask=is_own, other=0.0))
 
         highest = tl.full([M], LOWEST, tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -320,17 +318,13 @@ def _split_attention_kernel(
             if D != DP:
                 is_own = is_own & (column_dim < KD)[None, :]
         if (tile == 0) & (last == tiles):
-            tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
-            if PACK == 2:
-                tl.store(out_ptr + lane_offset + 1, acc_odd.to(out_ptr.dtype.element_ty), mask=is_own)
+            store_dims(out_ptr + lane_offset, acc, acc_odd, is_own, PACK)
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
             partial = 2 * program + (tile == 0).to(tl.int32)
             part_offset = (partial * PART_ROWS + m)[:, None] * DP + column_dim[None, :] * PACK
-            tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
-            if PACK == 2:
-                tl.store(parts_ptr + part_offset + 1, acc_odd, mask=is_own & (m < PART_ROWS)[:, None])
+            store_dims(parts_ptr + part_offset, acc, acc_odd, is_own & (m < PART_ROWS)[:, None], PACK)
             tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1

@@ -50,6 +50,22 @@ def row_powers(highest):
 
 
 @triton.jit
+def query_pairs(even, odd):
+    """A bfloat16 query for an FP8 pool, its even and its odd dims [M, X]: both as float16, and `row_powers`."""
+    power = row_powers(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1))
+    divisor = power[:, None]
+    return (even.to(tl.float32) / divisor).to(tl.float16), (odd.to(tl.float32) / divisor).to(tl.float16), power
+
+
+@triton.jit
+def store_dims(ptr, even, odd, mask, PACK: tl.constexpr):
+    """Stores a row's dims; with PACK 2 the even and the odd ones, which alternate."""
+    tl.store(ptr, even.to(ptr.dtype.element_ty), mask=mask)
+    if PACK == 2:
+        tl.store(ptr + 1, odd.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def token_index(table_ptr, position, is_in, PAGE_SIZE: tl.constexpr):
     """Index in the pool of the token at each position, int64; token 0 where it is not in."""
     page = tl.load(table_ptr + position // PAGE_SIZE, mask=is_in, other=0).to(tl.int64)
