@@ -1,4 +1,4 @@
-"""Parts of docs/gpu-results.md about other models than the usual one: routed experts, FP8 pages, small models, starts."""
+"""Parts of docs/gpu-results.md: models with routed experts, FP8 pages, small models, starts."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def small_models(_: Mapping[str, Any]) -> list[str]:
     return [
         *("## A small model", ""),
         wrapped(
-            f"{got['shape']}, the better of two runs (`{got['command']}`). A step of one row takes the worker "
-            f"{cpu['worker']:,.0f} us of CPU and the scheduler {cpu['scheduler']:,.0f} us, at {host['step_us']:,.0f} us "
-            "a step."
+            f"{got['shape']}, the better of two runs (`{got['command']}`). A step of one row takes "
+            f"{host['step_us']:,.0f} us, of CPU {cpu['worker']:,.0f} us in the worker and {cpu['scheduler']:,.0f} us "
+            "in the scheduler."
         ),
         "",
         *table(["workload", "tokens/s", "ms a step", "no kernel runs"], rows),

@@ -39,7 +39,8 @@ _LOGIT_PROMPTS, _LOGIT_LEN = 4, 512
 _CONFIGS = [
     SplitConfig(heads=heads, block_n=block_n, num_warps=4, num_stages=stages, programs_per_sm=per_sm, min_tiles=1)
     for heads, block_n, stages, per_sm in (
-        (1, 64, 3, 4), (1, 64, 5, 4), (1, 128, 3, 4), (1, 128, 3, 2), (1, 128, 5, 2), (1, 256, 3, 2), (2, 64, 3, 2), (2, 64, 5, 2),
+        (1, 64, 3, 4), (1, 64, 5, 4), (1, 128, 3, 4), (1, 128, 3, 2), (1, 128, 5, 2),
+        (1, 256, 3, 2), (2, 64, 3, 2), (2, 64, 5, 2),
     )
 ]  # fmt: skip
 
