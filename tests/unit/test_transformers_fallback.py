@@ -94,7 +94,9 @@ def test_an_argument_of_attention_that_ours_ignores_is_named_when_loading(
     fallback_model("CohereForCausalLM").save_pretrained(tmp_path)
     attention = transformers.models.cohere.modeling_cohere.CohereAttention
     forward = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda self, *args, **more: forward(self, *args, **more, **{name: argument}))
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *args, **more: forward(self, *args, **more, **{name: argument})
+    )
     with pytest.raises(MeshError, match=f"attends by {name}") as caught:
         _runner(tmp_path)
     assert caught.value.reason_name == "UNSUPPORTED"

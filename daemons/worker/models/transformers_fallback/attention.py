@@ -110,7 +110,9 @@ def _record(
     # Biases, or the keys that an index picks: the check at the end of loading is too short to show those.
     unknown = [name for name, argument in others.items() if name not in _WITHOUT_EFFECT and _is_numeric(argument)]
     if unknown:
-        raise UnusableAttentionError(f"layer {index} attends by {', '.join(unknown)}, which our attention does not have")
+        raise UnusableAttentionError(
+            f"layer {index} attends by {', '.join(unknown)}, which our attention does not have"
+        )
     if attention_mask is None or attention_mask.shape != (1,):
         raise UnusableAttentionError("the attention mask is not the one of transformers' causal or window masks")
     step.layers[index] = AttentionLayer(
