@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
+from radixmesh.daemons.worker.build import build_of_worker
 from radixmesh.daemons.worker.capabilities import add_model, add_place, worker_hello
 from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
@@ -81,6 +82,7 @@ class WorkerCore:
         self._grammars: GrammarStore | None = None
         self.pins = TransferPins()
         self._hello = make_hello(instance_id, "worker")
+        self._hello.build = build_of_worker()
         self._progress = progress
         self._metrics = metrics
         self._on_failed = on_failed

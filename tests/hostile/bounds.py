@@ -44,7 +44,7 @@ def _rows(message: str, **fields: tuple[int, str]) -> dict[str, Bound]:
 
 
 BOUNDS: dict[str, Bound] = {
-    **_rows("common.v1.Hello", instance_id=PEER_NAME, daemon=PEER_NAME),
+    **_rows("common.v1.Hello", instance_id=PEER_NAME, daemon=PEER_NAME, build=PEER_NAME),
     **_rows(
         "common.v1.ModelIdentity",
         name=PEER_NAME,

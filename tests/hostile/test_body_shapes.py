@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
-from hostile.http_bodies import BASES, ROUTES
+from hostile.http_bodies import BASES, ROUTES, bodies
 
 from radixmesh.daemons.router.http.bodies.body import parse_whole
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.openapi import description
 from radixmesh.daemons.runtime.errors import MeshError
 
 Place = tuple[str | int, ...]
@@ -99,6 +101,8 @@ def refusal(path: str, body: object) -> MeshError | None:
     return None
 
 
+# Grammars of these are read by the tokenizer, which refuses what is none.
+_FOR_THE_TOKENIZER = ("json_schema", "guided_json", "structural_tag")
 # Of what a client reads last: an imperative.
 _ADVICE = re.compile(r"\b(send|choose|leave|write|use|set|name) ")
 
@@ -106,9 +110,9 @@ _ADVICE = re.compile(r"\b(send|choose|leave|write|use|set|name) ")
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_wrong_value_is_named_and_the_message_says_what_to_send(path: str) -> None:
     """By fields, as a client that has mixed something up sends them; none of the decoder's own words."""
-    bodies = [(field, {**BASES[path], field: value}) for field in decoders_of(ROUTES[path]) for value in WRONG]
+    tried = [(field, {**BASES[path], field: value}) for field in decoders_of(ROUTES[path]) for value in WRONG]
     refused = 0
-    for field, body in bodies:
+    for field, body in tried:
         error = refusal(path, body)
         if error is None or error.reason_name == "MALFORMED_MESSAGE":
             continue
@@ -130,6 +134,7 @@ def test_a_wrong_value_is_named_and_the_message_says_what_to_send(path: str) -> 
         ("/v1/completions", "stream", "yes", "stream is a text: send true or false"),
         ("/v1/completions", "model", "m" * 300, "model is too long: send at most 256 characters"),
         ("/v1/chat/completions", "messages", "Hi", "messages is a text: send a list"),
+        ("/v1/score", "label_token_ids", [1] * 65, "label_token_ids is too long: send at most 64 entries"),
         ("/v1/embeddings", "encoding_format", "x", "encoding_format is none of its values: send float or base64"),
     ],
 )
@@ -154,3 +159,48 @@ def test_a_wrong_part_is_named_by_its_place(path: str, field: str) -> None:
     for part, where in (({"type": "text"}, f"{at}.text"), ({"type": "audio"}, at)):
         error = refusal(path, {field: [{"role": "user", "content": [_TEXT, part]}]})
         assert error is not None and error.metadata["field"] == where, error
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_openapi_describes_every_field_and_nothing_narrower_than_what_is_taken(path: str) -> None:
+    kind = ROUTES[path]
+    schema = description()["components"]["schemas"][kind.__name__]  # type: ignore[index]
+    assert all(schema["properties"].values()), [name for name, form in schema["properties"].items() if not form]
+    takes = jsonschema.Draft202012Validator(schema)
+    legal = [json.loads(body.data) for body in bodies(1) if body.path == path and not body.code]
+    # Values that ask for nothing are taken whatever the field.
+    asking = [value for value in WRONG if value not in (None, "", [], {})]
+    fields = [field for field in decoders_of(kind) if field not in _FOR_THE_TOKENIZER]
+    tried = [{**BASES[path], field: value} for field in fields for value in asking]
+    if path == "/tokenize":
+        # Beside a prompt, fields of chats are named as ignored, and not read.
+        tried = [{"messages": [{"role": "user", "content": "x"}], **body} for body in tried if body.pop("prompt")]
+    legal = [body for body in legal if all(value not in ("", [], {}) for value in body.values())]
+    taken = [*legal, BASES[path], *(body for body in tried if refusal(path, body) is None)]
+    for body in taken:
+        assert takes.is_valid(body), (body, next(takes.iter_errors(body)).message)
+    mistyped = [{**BASES[path], field: [[[1.5]]]} for field in decoders_of(kind)]
+    assert not any(takes.is_valid(body) for body in mistyped)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/score", {"query": "x", "items": ["x"], "text_2": "y"}, "text_1"),
+        ("/v1/score", {"text_1": "x", "text_2": "y", "item_first": True}, "text_1"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(path: str, body: dict[str, Any], field: str) -> None:
+    error = refusal(path, body)
+    assert error is not None and error.metadata["field"] == field
+
+
+def test_fields_of_chats_are_named_as_ignored_beside_a_prompt() -> None:
+    body = {"prompt": "x", "tools": [], "add_generation_prompt": True}
+    parsed = parse_whole(json.dumps(body).encode(), ROUTES["/tokenize"], {})
+    assert tuple(parsed.body.ignored) == ("tools", "add_generation_prompt")

@@ -9,7 +9,7 @@ import pytest
 from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.arrays import as_ints, pack_ints
 from radixmesh.daemons.runtime.cache_namespace import cache_name, split_cache_name
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
@@ -23,6 +23,8 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_results import merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
+from radixmesh.daemons.scheduler.group.shared_experts import latest_placement
+from radixmesh.daemons.worker.build import build_of_worker
 from radixmesh.worker.v1 import worker_pb2
 
 ERROR = MeshError(common_pb2.ERROR_REASON_INTERNAL, "the adapter of this slot is broken")
@@ -174,6 +176,76 @@ def test_workers_that_are_no_group_are_told_apart() -> None:
         with pytest.raises(MeshError) as caught:
             group_of(hellos)
         assert caught.value.reason_name == reason
+
+
+def test_ranks_of_different_builds_are_no_group() -> None:
+    """Whatever they share: experts alone, with a batch on each rank, meet in no collective that would tell."""
+
+    def of(rank: int, build: str, contracts: tuple[int, int] = (1, 3)) -> worker_pb2.WorkerHello:
+        said = ready(rank)
+        layout = RankLayout(dp_size=2, dp_rank=rank, ep_size=2, ep_rank=rank)
+        said.capabilities.layout.CopyFrom(layout.to_proto())
+        said.hello.build = build
+        said.hello.min_contract_version, said.hello.max_contract_version = contracts
+        return said
+
+    assert group_of([of(0, "1+a"), of(1, "1+a")]).ep_size == 2
+    assert group_of([of(0, "1+a"), of(1, "")]).ep_size == 2, "an older worker does not say"
+    for other in (of(1, "1+b"), of(1, "1+a", (1, 4)), of(1, "1+a", (2, 3))):
+        with pytest.raises(MeshError, match="start one release") as caught:
+            group_of([of(0, "1+a"), other])
+        assert caught.value.reason_name == "VERSION_MISMATCH"
+    assert build_of_worker() == build_of_worker() and len(build_of_worker()) < 100
+
+
+def shared_experts(rank: int, num: int = 4, version: int = 0, **fields: object) -> worker_pb2.WorkerHello:
+    """Of 2 ranks with 2 layers of `num` experts on 6 places."""
+    said = ready(rank)
+    said.capabilities.layout.CopyFrom(RankLayout(dp_size=2, dp_rank=rank, ep_size=2, ep_rank=rank).to_proto())
+    experts = [*range(num), *[-1] * (6 - num)] * 2
+    sizes: dict[str, object] = {"num_layers": 2, "num_experts": num, "places_per_rank": 3, "expert_bytes": 10}
+    said.capabilities.experts.CopyFrom(
+        worker_pb2.SharedExperts(
+            placement=worker_pb2.ExpertPlacement(version=version, experts=pack_ints(experts)),
+            **{**sizes, **fields},  # type: ignore[arg-type]
+        )
+    )
+    return said
+
+
+def test_the_latest_placement_of_experts_is_that_of_the_group() -> None:
+    latest = shared_experts(1, version=7)
+    latest.capabilities.experts.placement.experts = pack_ints([0, 1, 2, 3, 3, 3] * 2)
+    group = group_of([shared_experts(0), latest])
+    assert group.experts is not None and group.experts.version == 7
+    assert group.experts.experts_LS.tolist() == [[0, 1, 2, 3, 3, 3]] * 2
+    assert latest_placement([shared_experts(0), latest]) == latest.capabilities.experts.placement
+    assert latest_placement([shared_experts(0), shared_experts(1)]) is None
+    old = shared_experts(1)
+    old.capabilities.ClearField("experts")
+    assert group_of([shared_experts(0), old]).experts is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_experts": 5},
+        {"num_experts": 7},
+        {"num_experts": 0},
+        {"num_layers": 3},
+        {"num_layers": 1 << 31},
+        {"places_per_rank": 1 << 31},
+        {"expert_bytes": 0},
+        {"version": 1 << 63},
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused_before_memory_is_taken_for_it(fields: dict[str, object]) -> None:
+    with pytest.raises(MeshError) as caught:
+        group_of([shared_experts(0, **fields), shared_experts(1, **fields)])  # type: ignore[arg-type]
+    assert caught.value.reason_name == "INVALID_ARGUMENT"
+    if "version" not in fields:
+        with pytest.raises(MeshError, match="different places"):
+            group_of([shared_experts(0, **fields), shared_experts(1)])  # type: ignore[arg-type]
 
 
 def test_data_parallel_ranks_have_slots_and_pages_each() -> None:

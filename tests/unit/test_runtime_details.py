@@ -136,7 +136,7 @@ async def test_a_group_that_was_fenced_while_it_formed_is_not_formed() -> None:
     def form(*_: object) -> None:
         ledger.fence(2, "b")
 
-    async def reset() -> None:
+    async def reset(*_: object) -> None:
         return
 
     member = SimpleNamespace(layout=SimpleNamespace(to_proto=lambda: layout, rank=0), form=form, abort=lambda: None)

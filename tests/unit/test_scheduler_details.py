@@ -156,3 +156,23 @@ async def test_a_changed_load_goes_with_the_tokens_that_are_due(num_running: int
     assert await _is_ready(outbox) is not bool(num_running), "a frame of its own only where no tokens are due"
     loads.if_due(2.0)
     assert await _is_ready(outbox), "the regular load waits for nothing"
+
+
+async def test_a_load_that_keeps_changing_reaches_a_router_without_tokens_too() -> None:
+    planner = SimpleNamespace(state=None, num_running=1, num_waiting=0)
+    streams = RouterStreams()
+    idle, busy = (streams.open(name).outbox for name in ("idle", "busy"))
+    idle.wants_load = busy.wants_load = False
+    loads, num_frames = LoadPush(cast(Planner, planner), streams, now=0.0), 0
+    for tick in range(1, 11):
+        planner.num_waiting = tick
+        loads.if_changed(0.1 * tick)
+        loads.if_due(0.1 * tick)
+        # A frame of tokens takes the load along, in time.
+        assert not await _is_ready(busy)
+        busy.wants_load = False
+        if await _is_ready(idle):
+            num_frames += 1
+            idle.take(0)
+            idle.wants_load = False
+    assert num_frames == 5, "or that router takes this scheduler for dead"

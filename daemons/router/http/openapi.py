@@ -21,6 +21,7 @@ from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRe
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.raw_fields import schema_of_raw
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
 from radixmesh.daemons.router.http.translated.ollama_request import (
     OllamaChatRequest,
@@ -151,15 +152,18 @@ def _path_item(path: str, operation: Operation) -> JsonObject:
 
 
 def _schema_of(body: type[Body]) -> JsonObject:
-    """The fields that clients set. Those that are kept as bytes have no type of their own: docs/http.md says more."""
+    """The fields that clients set; docs/http.md says what each means."""
     hints, decoders = get_type_hints(body, include_extras=True), decoders_of(body)
     properties: JsonObject = {}
     required = []
     for field in fields(body):
         if field.name in body.OWN_FIELDS:
             continue
-        is_bytes = decoders[field.name] is None
-        properties[field.name] = {} if is_bytes else msgspec.json.schema(hints[field.name])
-        if field.default is MISSING and field.default_factory is MISSING:
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if decoders[field.name] is None:
+            properties[field.name] = schema_of_raw(body.__name__, field.name, may_be_null=not is_required)
+        else:
+            properties[field.name] = msgspec.json.schema(hints[field.name])
+        if is_required:
             required.append(field.name)
     return {"type": "object", "properties": properties, "required": required}

@@ -89,6 +89,7 @@ def _check_complete(hello: common_pb2.Hello) -> None:
     check_peer_names(
         instance_id=hello.instance_id,
         daemon=hello.daemon,
+        build=hello.build,
         name=hello.model.name,
         model_fingerprint=hello.model.model_fingerprint,
         tokenizer_fingerprint=hello.model.tokenizer_fingerprint,

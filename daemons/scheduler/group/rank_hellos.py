@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rank_layout import RankLayout
@@ -40,7 +41,8 @@ def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
 def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     """Sizes that all ranks have; group_generation 0 unless all are in the same group.
 
-    Raises NOT_SERVING if a rank is not ready, MODEL_MISMATCH or INVALID_ARGUMENT if the ranks do not belong together.
+    Raises NOT_SERVING if a rank is not ready, VERSION_MISMATCH, MODEL_MISMATCH or INVALID_ARGUMENT if the ranks do not
+    belong together.
     """
     for hello in hellos:
         if hello.capabilities.state != worker_pb2.WORKER_STATE_READY:
@@ -52,6 +54,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
             if value > _MAX_COUNTER:
                 message = f"the worker's {name} is {value}: nothing counts so far; restart the worker"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
+    _check_builds(hellos)
     infos = [group_from_proto(hello) for hello in hellos]
     first = infos[0]
     layout = RankLayout()
@@ -81,6 +84,30 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         group_generation=generations.pop() if len(generations) == 1 else 0,
         other_ranks=tuple((info.instance_id, info.predecessor_end) for info in infos[1:]),
     )
+
+
+def _check_builds(hellos: Sequence[worker_pb2.WorkerHello]) -> None:
+    """Raises VERSION_MISMATCH unless all ranks are of one build: they would meet in other collectives, or in none.
+
+    Whoever does not say of which build it is, as older workers, is compared by its contract alone.
+    """
+    first = hellos[0].hello
+    for rank, other in enumerate(hello.hello for hello in hellos):
+        for what, ours, theirs in (
+            ("contract versions", _contracts(first), _contracts(other)),
+            ("builds", first.build, other.build),
+        ):
+            if ours != theirs and ours and theirs:
+                raise MeshError(
+                    ErrorReason.ERROR_REASON_VERSION_MISMATCH,
+                    f"the ranks of the group are of different {what}, rank 0 of {ours} and rank {rank} of {theirs}:"
+                    " start one release with one torch on all of them",
+                    {"ours": ours, "theirs": theirs},
+                )
+
+
+def _contracts(hello: common_pb2.Hello) -> str:
+    return f"{hello.min_contract_version}-{hello.max_contract_version}"
 
 
 def _layout_of(hellos: Sequence[worker_pb2.WorkerHello]) -> RankLayout:

@@ -95,7 +95,9 @@ class ScoreRequest(PairRequest):
     def settled(self) -> Self:
         if self.label_token_ids is not None and not self.label_token_ids:
             raise invalid("label_token_ids", "label_token_ids is empty: name ids, or leave it out")
-        if (self.text_1 is None) == (self.query is None):
+        is_pairs = self.text_1 is not None
+        other = (self.query, self.items, self.item_first or None) if is_pairs else (self.text_2,)
+        if is_pairs == (self.query is not None) or any(field is not None for field in other):
             message = "set text_1 and text_2, or query and items: what to score"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "text_1"})
         if self.text_1 is not None:

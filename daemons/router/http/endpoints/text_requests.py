@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, list_of, text_of, too_large
+from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.chat_input import read_chat
 from radixmesh.daemons.router.http.endpoints.options import Name
 from radixmesh.daemons.router.http.endpoints.prompts import split_prompts
@@ -19,6 +20,8 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 MAX_TEXTS = 4096
 # Of one call, in all its lists.
 MAX_DECODED_IDS = 1 << 20
+# Of messages alone: beside a prompt they change nothing.
+_OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,9 @@ class TokenizeRequest(Body):
             message = "set prompt or messages, and not both: what to encode"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "prompt"})
         if self.messages is not None:
+            if self.add_special_tokens:
+                message = "add_special_tokens is not offered for messages, whose template writes those: leave it out"
+                raise unsupported("add_special_tokens", message)
             chat, unread = read_chat(self.messages, self.tools, self.chat_template_kwargs)
             if self.add_generation_prompt is not None:
                 chat.add_generation_prompt = self.add_generation_prompt
@@ -52,10 +58,11 @@ class TokenizeRequest(Body):
                 chat.continue_final_message = self.continue_final_message
             return replace(self, items=(tokenizer_pb2.EncodeItem(chat=chat),), ignored=(*self.ignored, *unread))
         assert self.prompt is not None
+        ignored = (*self.ignored, *(name for name in _OF_CHATS if getattr(self, name) is not None))
         if bytes(memoryview(self.prompt)[:1]) == b'"':
-            return replace(self, items=(self._item(text_of(self.prompt, "prompt")),))
-        texts = list_of(self.prompt, "prompt", MAX_TEXTS)
-        return replace(self, items=tuple(self._item(text_of(text, "prompt")) for text in texts), is_batch=True)
+            return replace(self, items=(self._item(text_of(self.prompt, "prompt")),), ignored=ignored)
+        texts = [self._item(text_of(text, "prompt")) for text in list_of(self.prompt, "prompt", MAX_TEXTS)]
+        return replace(self, items=tuple(texts), is_batch=True, ignored=ignored)
 
     @classmethod
     def message_type(cls) -> type[router_pb2.TokenizeRequest]:

@@ -26,6 +26,8 @@ function fields(schema) {
 
 function words(type) {
   if (type.anyOf) return type.anyOf.filter((each) => each.type !== "null").map(words).join(" or ");
+  if (Array.isArray(type.type)) return type.type.join(" or ");
+  if (type.items) return `list of ${words(type.items)}`;
   if (type.enum) return type.enum.map((value) => JSON.stringify(value)).join(", ");
   const range = type.minimum === undefined ? "" : `, ${type.minimum} to ${type.maximum}`;
   const length = type.maxLength === undefined ? "" : `, at most ${type.maxLength} characters`;

@@ -47,8 +47,7 @@ class LoadedFallback(LoadedModel):
         self.has_sinks = model.has_sinks
         self._row_bytes, self.can_capture = _ROW_STATES * model.hidden_size * dtype.itemsize, True
         if device.type == "cuda":
-            self.has_sinks = model.has_sinks
-        self._row_bytes, self.can_capture = _probed(model, device)
+            self._row_bytes, self.can_capture = _probed(model, device)
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         return ()

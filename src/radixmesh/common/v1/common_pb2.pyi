@@ -148,18 +148,20 @@ class Error(_message.Message):
     def __init__(self, reason: _Optional[_Union[ErrorReason, str]] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "daemon", "min_contract_version", "max_contract_version", "model")
+    __slots__ = ("instance_id", "daemon", "min_contract_version", "max_contract_version", "model", "build")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     MIN_CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     daemon: str
     min_contract_version: int
     max_contract_version: int
     model: ModelIdentity
-    def __init__(self, instance_id: _Optional[str] = ..., daemon: _Optional[str] = ..., min_contract_version: _Optional[int] = ..., max_contract_version: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ...) -> None: ...
+    build: str
+    def __init__(self, instance_id: _Optional[str] = ..., daemon: _Optional[str] = ..., min_contract_version: _Optional[int] = ..., max_contract_version: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., build: _Optional[str] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
     __slots__ = ("name", "model_fingerprint", "tokenizer_fingerprint", "grammar_format", "sampler_version", "vocab_size", "max_total_len", "eos_ids", "default_sampling")
