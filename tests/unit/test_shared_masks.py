@@ -56,9 +56,7 @@ class Counted(AnyText):
 
 
 def _guide(matcher: Counted) -> Guide:
-    guide = Guide(
-        lambda: (matcher, AnyTextBackend.tokens), VOCAB_SIZE, position=1, output_ids=np.zeros(0, np.int32)
-    )
+    guide = Guide(lambda: (matcher, AnyTextBackend.tokens), VOCAB_SIZE, position=1, output_ids=np.zeros(0, np.int32))
     guide.run()
     return guide
 
@@ -102,9 +100,7 @@ def test_heavy_masks_that_are_none_of_them_slow_stay_together() -> None:
 
 def _in_slot(slot: int) -> Admit:
     ids = np.ones(1, np.int32)
-    return Admit(
-        slot=slot, generation=1, request_id=str(slot), prompt_ids=ids, max_total_len=64, sampling=Sampling()
-    )
+    return Admit(slot=slot, generation=1, request_id=str(slot), prompt_ids=ids, max_total_len=64, sampling=Sampling())
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
