@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.shared_calls import run_together
 
-# Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a few
-# times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
+# Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a
+# few times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
 _MIN_GROUP, _MAX_GROUP = 8, 32
 _MIN_THREADS, _MAX_THREADS = 2, 8
 _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
