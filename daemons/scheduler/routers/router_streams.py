@@ -73,9 +73,10 @@ class RouterStreams:
                 stream.outbox.add(outputs)
 
     def push_loads(self, *, is_urgent: bool = True) -> None:
-        """Loads for all routers, now or with the next frame of each."""
+        """Loads for all routers, now or with the next frame of those that get frames."""
         for stream in self._open.values():
-            if is_urgent:
+            # One to which no frame has gone since the last load waits for none: a silent scheduler counts as dead.
+            if is_urgent or stream.outbox.wants_load:
                 stream.outbox.push_load()
             else:
                 stream.outbox.wants_load = True
