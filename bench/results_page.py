@@ -14,6 +14,7 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_kernels import attention, gemm
+from results_models import fp8_pages, routed_experts, serving, small_models
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
@@ -62,7 +63,23 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _speculation, _prompts, _where, _idle, gemm, attention),
+        *(
+            _throughput,
+            _logprobs,
+            _whole_mesh,
+            _steps,
+            _drafts,
+            _speculation,
+            _prompts,
+            _where,
+            _idle,
+            gemm,
+            attention,
+            routed_experts,
+            fp8_pages,
+            small_models,
+            serving,
+        ),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"

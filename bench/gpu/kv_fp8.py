@@ -37,9 +37,10 @@ from radixmesh.kernels.kv_fp8 import KV_FP8, to_fp8
 
 _LOGIT_PROMPTS, _LOGIT_LEN = 4, 512
 _CONFIGS = [
-    SplitConfig(heads=1, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=1)
-    for block_n, warps, stages, per_sm in (
-        (128, 4, 3, 4), (128, 4, 3, 3), (128, 4, 5, 2), (128, 8, 3, 2), (64, 4, 5, 4), (64, 4, 7, 3), (64, 4, 3, 6),
+    SplitConfig(heads=heads, block_n=block_n, num_warps=4, num_stages=stages, programs_per_sm=per_sm, min_tiles=1)
+    for heads, block_n, stages, per_sm in (
+        (1, 64, 3, 4), (1, 64, 5, 4), (1, 128, 3, 4), (1, 128, 3, 2), (1, 128, 5, 2),
+        (1, 256, 3, 2), (2, 64, 3, 2), (2, 64, 5, 2),
     )
 ]  # fmt: skip
 

@@ -64,8 +64,10 @@ def decode_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     """The defaults for an H200 at bf16 and head_dim 128; `bench/gpu/attention.py` measures the alternatives."""
     tile_bytes = 16384
     block_n = tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)
+    # Tiles of FP8 are half as large, so two of them are under way where one is otherwise.
+    num_stages = 5 if dtype == KV_FP8 else 3
     return SplitConfig(
-        heads=1, block_n=max(16, min(64, block_n)), num_warps=4, num_stages=3, programs_per_sm=4, min_tiles=1
+        heads=1, block_n=max(16, min(64, block_n)), num_warps=4, num_stages=num_stages, programs_per_sm=4, min_tiles=1
     )
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from radixmesh.kernels.attention.decode_attention import is_kv_dtype
 from radixmesh.kernels.attention.extend_tiles import extend_tiles
+from radixmesh.kernels.attention.split_pieces import row_powers
 from radixmesh.kernels.kv_fp8 import KV_FP8, take_rows
 
 LOG2_E = 1.4426950408889634
@@ -203,6 +204,10 @@ def _extend_kernel(
         offset = m_row.to(tl.int64) * (H * D) + (kv_head * GROUP + m % GROUP) * D
         is_pair = is_row[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=is_pair, other=0.0)
+        power = None
+        if keys_ptr.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
+            power = row_powers(tl.max(tl.abs(q), 1))
+            q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
         highest = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DP], tl.float32)
@@ -217,6 +222,7 @@ def _extend_kernel(
             masked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
             highest, total, acc = extend_tiles(
                 q,
+                power,
                 highest,
                 total,
                 acc,
@@ -242,6 +248,7 @@ def _extend_kernel(
             masked = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         highest, total, acc = extend_tiles(
             q,
+            power,
             highest,
             total,
             acc,

@@ -11,6 +11,7 @@ from radixmesh.kernels.attention.split_pieces import soft_capped
 @triton.jit
 def extend_tiles(
     q,
+    power,
     highest,
     total,
     acc,
@@ -32,7 +33,9 @@ def extend_tiles(
     IS_MASKED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Online softmax over KV positions [kv_begin, kv_end); without a mask all rows see all of them, in whole tiles."""
+    """Online softmax over KV positions [kv_begin, kv_end); without a mask all rows see all of them, in whole tiles.
+
+    power: what each row of the query was divided by, float32 [M], or None."""
     d = tl.arange(0, DP)
     for begin in tl.range(kv_begin, kv_end, BLOCK_N, num_stages=STAGES):
         position = begin + tl.arange(0, BLOCK_N)
@@ -51,6 +54,8 @@ def extend_tiles(
         # From FP8, of which the query's dtype holds every number; otherwise the two are one.
         k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if power is not None:
+            scores = scores * power[:, None]
         if SOFTCAP is not None:
             scores = soft_capped(scores, SOFTCAP)
         if IS_MASKED:

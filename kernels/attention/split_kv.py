@@ -23,8 +23,18 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.attention.split_pieces import LOWEST, merge_parts, prefetch_tile, soft_capped, token_index
+from radixmesh.kernels.attention.split_pieces import (
+    LOWEST,
+    fp8_pairs,
+    merge_parts,
+    prefetch_tile,
+    query_pairs,
+    soft_capped,
+    store_dims,
+    token_index,
+)
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
+from radixmesh.kernels.kv_fp8 import KV_FP8
 
 LOG2_E = 1.4426950408889634
 # Floats of the parts that a merge holds in registers at once, and the parts: its loads are unrolled.
@@ -56,6 +66,9 @@ def split_attention(
     shape, config = plan.shape, plan.config
     q, keys, values, page_tables = inputs
     part_rows = shape.query_rows(config)
+    pack = 1
+    if keys.dtype == KV_FP8 and q.dtype == torch.bfloat16 and shape.head_dim % 2 == 0 and shape.padded_dim >= 32:
+        pack, keys, values = 2, keys.view(torch.int16), values.view(torch.int16)
     initial_out, initial_lse = initial if initial is not None else (None, None)
     _split_attention_kernel[(plan.num_programs,)](
         q,
@@ -83,6 +96,7 @@ def split_attention(
         KV_HEADS=shape.num_kv_heads,
         D=shape.head_dim,
         DP=shape.padded_dim,
+        PACK=pack,
         HEADS=config.heads,
         MEMBERS=shape.members,
         M=max(16, part_rows),
@@ -137,6 +151,7 @@ def _split_attention_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    PACK: tl.constexpr,
     HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     M: tl.constexpr,
@@ -174,13 +189,17 @@ def _split_attention_kernel(
         if work < work_end:
             prefetch_tile(
                 keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride,
-                unit, work, KV_HEADS, D, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW, CHUNK,
+                unit, work, KV_HEADS, D // PACK, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW, CHUNK,
             )  # fmt: skip
 
-    column = tl.arange(0, HEADS * DP)
-    column_head = column // DP
-    column_dim = column % DP
-    kv_column = column if D == DP else column_head * D + column_dim
+    # Of an FP8 pool columns are pairs of dims, of which the second ones are read as `odd`.
+    KD: tl.constexpr = D // PACK
+    KDP: tl.constexpr = DP // PACK
+    zero: tl.constexpr = 0 if PACK == 2 else 0.0
+    column = tl.arange(0, HEADS * KDP)
+    column_head = column // KDP
+    column_dim = column % KDP
+    kv_column = column if D == DP else column_head * KD + column_dim
     m = tl.arange(0, M)
     m_member = m // UNIT_HEADS
     m_head = m % UNIT_HEADS
@@ -219,25 +238,30 @@ def _split_attention_kernel(
             m_row = tl.load(members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1)
             is_query = m_row >= 0
         m_lane = m_row * H + head_block * UNIT_HEADS + m_head
-        lane_offset = m_lane[:, None] * D + column_dim[None, :]
+        lane_offset = m_lane[:, None] * D + column_dim[None, :] * PACK
         is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
         if D != DP:
-            is_own = is_own & (column_dim < D)[None, :]
+            is_own = is_own & (column_dim < KD)[None, :]
         if PDL:
             # Queries, the rows' own keys and values, and parts of prefixes come from the kernels ahead; the rest does
             # not, and has been read meanwhile.
             tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + lane_offset, mask=is_own, other=0.0)
+        if PACK == 2:
+            q, q_odd, power = query_pairs(q, tl.load(q_ptr + lane_offset + 1, mask=is_own, other=0.0))
 
         highest = tl.full([M], LOWEST, tl.float32)
         total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, HEADS * DP], tl.float32)
+        acc = tl.zeros([M, HEADS * KDP], tl.float32)
+        acc_odd = acc
         if initial_ptr is not None:
             # Only the unit's first tile continues a prefix.
             is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
             highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
             total = tl.where(is_continued, 1.0, 0.0)
             acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
+            if PACK == 2:
+                acc_odd = tl.load(initial_ptr + lane_offset + 1, mask=is_own & is_continued[:, None], other=0.0)
 
         if sinks_ptr is not None:
             # The unit's first tile has them.
@@ -246,17 +270,21 @@ def _split_attention_kernel(
             highest = tl.where(has_sink, sink * 1.4426950408889634, LOWEST)
             total = tl.where(has_sink, 1.0, 0.0)
 
-        keys_block_ptr = keys_ptr + head_block * (HEADS * D)
-        values_block_ptr = values_ptr + head_block * (HEADS * D)
+        keys_block_ptr = keys_ptr + head_block * (HEADS * KD)
+        values_block_ptr = values_ptr + head_block * (HEADS * KD)
         for t in tl.range(tile, last, num_stages=STAGES):
             position = kv_begin + t * BLOCK_N + n
             is_in = position < kv_end
             token = token_index(table_ptr, position, is_in, PAGE_SIZE)
-            kv_offset = token[:, None] * (KV_HEADS * D) + kv_column[None, :]
-            is_loaded = is_in[:, None] if D == DP else is_in[:, None] & (column_dim < D)[None, :]
-            # An FP8 pool's numbers become the query's dtype, which holds each of them; otherwise the two are one.
-            k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            kv_offset = token[:, None] * (KV_HEADS * KD) + kv_column[None, :]
+            is_loaded = is_in[:, None] if D == DP else is_in[:, None] & (column_dim < KD)[None, :]
+            k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=zero)
+            if PACK == 2:
+                k, k_odd = fp8_pairs(k)
+                scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k))) * power[:, None]
+            else:
+                # An FP8 pool's numbers become the query's dtype, which holds each of them; otherwise the two are one.
+                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if SOFTCAP is not None:
                 scores = soft_capped(scores, SOFTCAP)
             scores = tl.where(is_in[None, :], scores, float("-inf"))
@@ -264,11 +292,19 @@ def _split_attention_kernel(
             exps = tl.exp2(scores * scale - new_highest[:, None])
             correction = tl.exp2(highest - new_highest)
             total = total * correction + tl.sum(exps, 1)
-            v = tl.load(values_block_ptr + kv_offset, mask=is_loaded, other=0.0).to(q.dtype)
-            acc = tl.dot(exps.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+            v = tl.load(values_block_ptr + kv_offset, mask=is_loaded, other=zero)
+            if PACK == 2:
+                v, v_odd = fp8_pairs(v)
+                exps = exps.to(tl.float16)
+                acc = tl.dot(exps, v, acc * correction[:, None])
+                acc_odd = tl.dot(exps, v_odd, acc_odd * correction[:, None])
+            else:
+                acc = tl.dot(exps.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
             highest = new_highest
 
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        divisor = tl.where(total > 0, total, 1.0)[:, None]
+        acc = acc / divisor
+        acc_odd = acc_odd / divisor
         lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
         if members_ptr is not None:
             # Read again (.cg: not the load above), or a register an output would be held through the loop.
@@ -277,18 +313,18 @@ def _split_attention_kernel(
             )
             is_query = m_row >= 0
             m_lane = m_row * H + head_block * UNIT_HEADS + m_head
-            lane_offset = m_lane[:, None] * D + column_dim[None, :]
+            lane_offset = m_lane[:, None] * D + column_dim[None, :] * PACK
             is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
             if D != DP:
-                is_own = is_own & (column_dim < D)[None, :]
+                is_own = is_own & (column_dim < KD)[None, :]
         if (tile == 0) & (last == tiles):
-            tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
+            store_dims(out_ptr + lane_offset, acc, acc_odd, is_own, PACK)
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
             partial = 2 * program + (tile == 0).to(tl.int32)
-            part_offset = (partial * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
-            tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
+            part_offset = (partial * PART_ROWS + m)[:, None] * DP + column_dim[None, :] * PACK
+            store_dims(parts_ptr + part_offset, acc, acc_odd, is_own & (m < PART_ROWS)[:, None], PACK)
             tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1

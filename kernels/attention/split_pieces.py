@@ -7,12 +7,62 @@ import triton.language as tl
 
 # Below every score and finite: a row that has seen no key yet must not compute inf - inf.
 LOWEST = tl.constexpr(-1.0e30)
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def soft_capped(scores, factor):
     """tanh(scores x factor): scores of dot products as a share of the cap, by the exponential that every device has."""
     return 1.0 - 2.0 / (tl.exp2(scores * (factor * 2.8853900817779268)) + 1.0)
+
+
+@triton.jit
+def fp8_pairs(pairs):
+    """The first and the second of each two FP8 numbers, int16, as float16, which holds all of them.
+
+    float16: sm_90 converts two numbers in one instruction; to bfloat16 each takes one more, at an eighth of the rate.
+    Two as one of 16 bits: fragments of matmuls are read from shared memory by the instructions for that width.
+    """
+    if _IS_INTERPRETED:
+        first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+    asm: tl.constexpr = """
+    {
+        .reg .b32 bytes;
+        .reg .b16 firsts, seconds;
+        prmt.b32 bytes, $2, 0, 0x3120;
+        mov.b32 {firsts, seconds}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, firsts;
+        cvt.rn.f16x2.e4m3x2 $1, seconds;
+    }
+    """
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
+def row_powers(highest):
+    """Power of two by which a row of a bfloat16 query, of such a largest number, is divided to be float16: float32 [M].
+
+    The quotients are below 2; what is below 2^-14 of the largest loses its last digits."""
+    exponent = highest.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def query_pairs(even, odd):
+    """A bfloat16 query for an FP8 pool, its even and its odd dims [M, X]: both as float16, and `row_powers`."""
+    power = row_powers(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1))
+    divisor = power[:, None]
+    return (even.to(tl.float32) / divisor).to(tl.float16), (odd.to(tl.float32) / divisor).to(tl.float16), power
+
+
+@triton.jit
+def store_dims(ptr, even, odd, mask, PACK: tl.constexpr):
+    """Stores a row's dims; with PACK 2 the even and the odd ones, which alternate."""
+    tl.store(ptr, even.to(ptr.dtype.element_ty), mask=mask)
+    if PACK == 2:
+        tl.store(ptr + 1, odd.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -86,6 +86,20 @@ def test_decode_reads_numbers_as_they_are_stored(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), paged_decode_reference(*inputs).float(), **_tolerance(q, pool, lengths))
 
 
+@pytest.mark.parametrize("exponent", [-100, 60, 120])
+def test_queries_of_any_size_are_read(exponent: int) -> None:
+    """Float16 would hold none of these sizes; the second row has a NaN, and keeps it."""
+    lengths = [70, 9, 33]
+    pool, q = _pool(lengths), _query(3, torch.bfloat16) * 2.0**exponent
+    q[1, 0, 3] = torch.nan
+    workspace = DecodeWorkspace(3, _HEADS, _KV_HEADS, _DIM, DEVICE, KV_FP8)
+    plan_decode(pool.lengths, workspace)
+    inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, pool.lengths, _PAGE_SIZE, 2.0**-120, None)
+    got, want = paged_decode(*inputs, workspace).float(), paged_decode_reference(*inputs).float()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert got[1, 0].isnan().all() and not got[1, 3:].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shared_prefix_is_read_once_as_it_is_stored(dtype: torch.dtype) -> None:
     lengths = [70, 66, 41]
@@ -123,7 +137,8 @@ def test_keys_and_values_are_quantised_where_they_are_written(dtype: torch.dtype
     """Numbers far beyond what FP8 holds among them, and one row that is NaN."""
     torch.manual_seed(0)
     num_rows, shape = 6, HeadShape(_HEADS, _KV_HEADS, _DIM)
-    qkv = (torch.randn(num_rows, (_HEADS + 2 * _KV_HEADS) * _DIM) * 2.0 ** torch.arange(-6, 18, 4)[:, None]).to(DEVICE)
+    sizes = 2.0 ** torch.arange(-6, 18, 4, device=DEVICE)
+    qkv = torch.randn(num_rows, (_HEADS + 2 * _KV_HEADS) * _DIM).to(DEVICE) * sizes[:, None]
     qkv[2] = torch.nan
     angles = torch.rand(16, _DIM // 2, device=DEVICE) * 6
     target = KvTarget(
@@ -142,6 +157,8 @@ def test_keys_and_values_are_quantised_where_they_are_written(dtype: torch.dtype
         results.append((q, take_rows(planes.flatten(0, 1), torch.arange(24, device=DEVICE))))
     (q, stored), (expected_q, expected) = results
     unit = torch.finfo(dtype).eps
+    # Relative to a row's numbers: a sum of two may be far smaller than either.
+    q, expected_q = (rows / sizes[:, None, None].to(dtype) for rows in (q, expected_q))
     torch.testing.assert_close(q, expected_q, rtol=4 * unit, atol=4 * unit, equal_nan=True)
     # Sums that differ in their last bit may be rounded to neighbours: an eighth apart, or the least step.
     torch.testing.assert_close(stored, expected, rtol=0.126, atol=2.0**-9, equal_nan=True)

@@ -49,11 +49,16 @@ def test_queries_and_latents_are_those_of_torch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "num_out", "depth"), [(1, 48, 32), (17, 130, 12), (5, 32, 300)])
-def test_heads_are_multiplied_as_in_torch(num_rows: int, num_out: int, depth: int, dtype: torch.dtype) -> None:
+def test_heads_are_multiplied_as_in_torch(
+    num_rows: int, num_out: int, depth: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """Rows of a wider matrix, into a part of another: as queries are absorbed."""
-    x_THK = torch.randn(num_rows, 3, depth + 8).to(dtype)[..., :depth]
-    for w_HNK in (torch.randn(3, num_out, depth), torch.randn(3, depth, num_out).transpose(1, 2)):
-        whole = torch.zeros(num_rows, 3, num_out + 4, dtype=dtype)
+    x_THK = torch.randn(num_rows, 3, depth + 8, device=device).to(dtype)[..., :depth]
+    for w_HNK in (
+        torch.randn(3, num_out, depth, device=device),
+        torch.randn(3, depth, num_out, device=device).transpose(1, 2),
+    ):
+        whole = torch.zeros(num_rows, 3, num_out + 4, dtype=dtype, device=device)
         out = head_gemm(x_THK, w_HNK.to(dtype), whole[..., :num_out])
         want = head_gemm_reference(x_THK.float(), w_HNK.to(dtype).float())
         tolerance = kernel_tolerance(dtype, depth, float(want.abs().max()))
@@ -76,8 +81,8 @@ def test_no_rows_are_no_work() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_router_logits_are_float32(dtype: torch.dtype) -> None:
-    x_TD, w_ED = torch.randn(5, 100).to(dtype), torch.randn(7, 100)
+def test_router_logits_are_float32(dtype: torch.dtype, device: torch.device) -> None:
+    x_TD, w_ED = torch.randn(5, 100, device=device).to(dtype), torch.randn(7, 100, device=device)
     got, want = router_logits(x_TD, w_ED), router_logits_reference(x_TD, w_ED)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=sum_tolerance(100, float(want.abs().max()) + 10))

@@ -53,7 +53,9 @@ def _cpu_runner(page_size: int) -> ModelRunner:
 def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_drafts, lag, options):
     """Every third step drafts nothing, as where drafts do not pay for a while."""
     turn = itertools.count()
-    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, slots: 0 if next(turn) % 3 == 2 else max_drafts)
+    monkeypatch.setattr(
+        DraftLengths, "choose", lambda lengths, slots, is_alone: 0 if next(turn) % 3 == 2 else max_drafts
+    )
     num_out = 7 if len(options) == len(REPEATING) else 20
     steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
     want = drive_long(_cpu_runner(page_size), lag=0, **steps)

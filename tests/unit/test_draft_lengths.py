@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,20 +16,29 @@ K = 4
 
 
 def _run(
-    lengths: DraftLengths, num_rows: int, cost: float, acceptance: float, num_tokens: int, *, lag: int = 3
+    lengths: DraftLengths,
+    num_rows: int,
+    cost: float,
+    acceptance: float,
+    num_tokens: int,
+    *,
+    lag: int = 3,
+    has_chunks: Callable[[int], bool] = lambda number: False,
 ) -> float:
     """Time for so many tokens a row, over that without drafts. Each draft is right with the probability `acceptance`
-    if those before it are."""
+    if those before it are. has_chunks: of a step, by its number: its time is not told."""
     random = np.random.default_rng(num_rows)
     slots = np.arange(num_rows, dtype=np.int32)
-    flying: deque[tuple[np.ndarray, int, int]] = deque()
+    flying: deque[tuple[np.ndarray, int, int | None]] = deque()
     total_ns, yielded = 0, 0
+    numbers = itertools.count()
     while yielded < num_tokens * num_rows:
-        most = lengths.choose(slots)
+        is_alone = not has_chunks(next(numbers))
+        most = lengths.choose(slots, is_alone=is_alone)
         is_right = random.random((num_rows, K)) < acceptance
         counts = (1 + np.cumprod(is_right, axis=1).sum(axis=1) * (most > 0)).astype(np.int32)
         duration = int(PLAIN_NS * (cost if most else 1.0) * random.uniform(0.98, 1.02))
-        flying.append((counts, most, duration))
+        flying.append((counts, most, duration if is_alone else None))
         total_ns, yielded = total_ns + duration, yielded + int(counts.sum())
         if len(flying) > lag:
             lengths.observe(slots, *flying.popleft())
@@ -61,3 +72,11 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_soon() -> None:
     lengths = DraftLengths(4, K)
     _run(lengths, 1, 1.12, 0.0, 300)
     assert 1 / _run(lengths, 1, 1.12, 0.9, 200) > 2.5
+
+
+def test_steps_with_chunks_lose_no_trial() -> None:
+    """Their time tells nothing of drafts: a trial in one of them would be waited for ever after."""
+    lengths = DraftLengths(4, K)
+    assert 1 / _run(lengths, 1, 1.12, 0.7, 600, has_chunks=lambda number: number % 3 != 0) > 2
+    # Their tokens still say what drafts yield.
+    assert _run(lengths, 1, 1.12, 0.0, 600, has_chunks=lambda number: True) < 1.02

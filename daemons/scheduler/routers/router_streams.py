@@ -73,9 +73,9 @@ class RouterStreams:
                 stream.outbox.add(outputs)
 
     def push_loads(self, *, is_urgent: bool = True) -> None:
-        """Loads for all routers, now or with the next frame of those that get frames."""
+        """Loads for all routers, now or with the next frame of each. A router to which no frame went since the call
+        before has no tokens due: it gets a frame now, since one that hears nothing takes this scheduler for dead."""
         for stream in self._open.values():
-            # One to which no frame has gone since the last load waits for none: a silent scheduler counts as dead.
             if is_urgent or stream.outbox.wants_load:
                 stream.outbox.push_load()
             else:

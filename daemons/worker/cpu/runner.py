@@ -102,13 +102,19 @@ class CpuRunner(ModelRunner):
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         before = self._experts.num_pairs
         output = super().step(rows, segments, ready_ns)
-        if self._lengths is not None and segments and all(segment.max_tokens is not None for segment in segments):
-            counts = np.array([len(got.tokens) for got in output.segments], np.int32)
-            self._lengths.observe(_slots(segments), counts, self._most_drafts, output.end_ns - output.start_ns)
+        if self._lengths is not None:
+            self._observe(self._lengths, segments, output)
         if self._experts.size == 1:
             return output
         loads = self.expert_moves.take_loads() if self.expert_moves is not None else None
         return replace(output, expert_rows=self._experts.num_pairs - before, expert_loads=loads)
+
+    def _observe(self, lengths: DraftLengths, segments: Sequence[Segment], output: StepOutput) -> None:
+        decodes = [pair for pair in zip(segments, output.segments, strict=True) if pair[0].max_tokens is not None]
+        if decodes:
+            counts = np.array([len(got.tokens) for _, got in decodes], np.int32)
+            duration_ns = output.end_ns - output.start_ns if len(decodes) == len(segments) else None
+            lengths.observe(_slots([segment for segment, _ in decodes]), counts, self._most_drafts, duration_ns)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -188,7 +194,7 @@ class CpuRunner(ModelRunner):
         decodes = [segment for segment in segments if segment.max_tokens is not None]
         self._most_drafts = self.max_tokens_per_row - 1
         if self._lengths is not None and decodes:
-            self._most_drafts = self._lengths.choose(_slots(decodes))
+            self._most_drafts = self._lengths.choose(_slots(decodes), is_alone=len(decodes) == len(segments))
         for index, segment in enumerate(segments):
             if segment.max_tokens is not None and segment.sample is not None:
                 most = min(segment.max_tokens, self.max_tokens_per_row) - 1

@@ -289,7 +289,7 @@ class DeviceRunner(ModelRunner):
             slots = np.array([segment.slot for segment in segments], np.int32)
             self.slots.send(slots, rows.page_tables, rows.num_pages)
             chunks = self._chunks.launch(no_rows(), segments, self._sampler, self._admissions)
-        verifying = verify.launch(rows) if len(rows.slots) else None
+        verifying = verify.launch(rows, is_alone=not segments) if len(rows.slots) else None
         end = self._clock.end(self.device)
         of_chunks = self._chunks.fetch(chunks, end)
         of_rows = StepHandle.of(NOTHING) if verifying is None else verify.fetch(verifying, end)
@@ -298,8 +298,8 @@ class DeviceRunner(ModelRunner):
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
             got = NO_ROWS if verifying is None else verify.yielded(verifying, of_rows.result())
-            if verifying is not None and not segments:
-                verify.observe(verifying, got, end_ns - start_ns)
+            if verifying is not None:
+                verify.observe(verifying, got, None if segments else end_ns - start_ns)
             return StepOutput(
                 tokens=got.tokens,
                 counts=got.counts,

@@ -62,18 +62,19 @@ class DraftLengths:
         """Another request took the slot."""
         self._yields[slot] = self._usual
 
-    def choose(self, slots: IntArray) -> int:
-        """Most drafts of each row of a step of these slots: all, or none."""
+    def choose(self, slots: IntArray, *, is_alone: bool) -> int:
+        """Most drafts of each row of a step of these slots: all, or none. is_alone: no chunks are in the step. With
+        them its time does not tell what drafts cost, so nothing is tried in it."""
         costs = self._costs[_bucket(len(slots))]
-        if not costs.num_plain and not costs.num_drafting:
-            # Nothing is known of so many rows: the first steps of a load are among the plain ones.
-            return 0
         if not costs.num_drafting:
-            return 0 if self._is_trying(costs) else self._max_drafts
-        if not costs.num_plain:
-            return 0
+            # The first steps of a load are among the plain ones.
+            is_trial = is_alone and costs.num_plain and not self._is_trying(costs)
+            return self._max_drafts if is_trial else 0
         cost = costs.drafting_ns / costs.plain_ns
-        if float(self._yields[slots].mean()) >= cost * _MARGIN:
+        pays = float(self._yields[slots].mean()) >= cost * _MARGIN
+        if not is_alone:
+            return self._max_drafts if pays else 0
+        if pays:
             costs.since_plain += 1
             if costs.since_plain >= _PLAIN_EVERY:
                 costs.since_plain = 0
@@ -85,13 +86,16 @@ class DraftLengths:
             return self._max_drafts
         return 0
 
-    def observe(self, slots: IntArray, counts: IntArray, num_drafts: int, duration_ns: int) -> None:
-        """A step of decodes alone was done: tokens of each row, and the most drafts that it was to have."""
-        costs = self._costs[_bucket(len(slots))]
-        costs.note(duration_ns, has_drafts=num_drafts > 0)
+    def observe(self, slots: IntArray, counts: IntArray, num_drafts: int, duration_ns: int | None) -> None:
+        """A step was done: tokens of each decode, and the most drafts that it was to have. duration_ns: None where
+        chunks were in the step too."""
+        if duration_ns is not None:
+            costs = self._costs[_bucket(len(slots))]
+            costs.note(duration_ns, has_drafts=num_drafts > 0)
+            if num_drafts:
+                costs.is_waiting = False
         if not num_drafts:
             return
-        costs.is_waiting = False
         is_row = counts > 0  # Rows without room say nothing of drafts.
         slots, counts = slots[is_row], counts[is_row]
         self._yields[slots] += _ROW_WEIGHT * (counts - self._yields[slots])

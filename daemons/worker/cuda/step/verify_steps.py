@@ -126,11 +126,13 @@ class VerifySteps:
         if self._lengths is not None:
             self._lengths.admitted(admit.slot)
 
-    def launch(self, rows: DecodeRows) -> Verifying:
-        """Launches a step of decodes alone; pages, last tokens and lengths that are new come with it."""
+    def launch(self, rows: DecodeRows, *, is_alone: bool) -> Verifying:
+        """Launches the decodes of a step; pages, last tokens and lengths that are new come with it. is_alone: the step
+        has no chunks."""
         num_rows = len(rows.slots)
         bucket = self._graphs.bucket(num_rows)
-        width = self._num_positions if self._lengths is None else 1 + self._lengths.choose(rows.slots)
+        lengths = self._lengths
+        width = self._num_positions if lengths is None else 1 + lengths.choose(rows.slots, is_alone=is_alone)
         self._stage(rows, bucket or num_rows, width)
         logits_TV = self._forward(num_rows, width) if bucket is None else self._graphs.replay(bucket, str(width))
         padded = bucket or num_rows
@@ -165,8 +167,8 @@ class VerifySteps:
         }
         return Yielded(tokens[np.arange(size) < counts[:, None]], counts, num_drafts, logprobs)
 
-    def observe(self, verifying: Verifying, got: Yielded, duration_ns: int) -> None:
-        """A step of rows alone took so long."""
+    def observe(self, verifying: Verifying, got: Yielded, duration_ns: int | None) -> None:
+        """The step took so long; None: chunks were in it too."""
         if self._lengths is not None:
             self._lengths.observe(verifying.slots, got.counts, verifying.num_positions - 1, duration_ns)
 

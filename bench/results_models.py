@@ -1,0 +1,106 @@
+"""Parts of docs/gpu-results.md: models with routed experts, FP8 pages, small models, starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from results_files import read, table, wrapped
+
+# tokens/s of vLLM 0.22.1 on the same kind of GPU, sampled at temperature 1; of two figures the larger.
+_VLLM = {
+    "deepseek-v2-lite": {"single-stream": 277, "decode-256": 27_500, "shared-prefix": 12_200},
+    "qwen3-30b-a3b": {"single-stream": 228, "decode-256": 10_700, "shared-prefix": 7_900},
+}
+
+
+def routed_experts(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-moe.json")
+    rows = []
+    for shape, runs in got["shapes"].items():
+        for name, run in runs["workloads"].items():
+            peer = _VLLM[shape][name]
+            idle = f"{1 - run['device_busy']:.1%}"
+            figures = [f"{run['out_tok_s']:,.0f}", f"{peer:,}", f"{run['out_tok_s'] / peer:.2f}"]
+            rows.append([shape, name, *figures, f"{run['roofline_share']:.0%}", idle])
+    parts = [
+        [shape, *(f"{run['us_per_step'].get(part, 0):,.0f}" for part in _PARTS)]
+        for shape, runs in got["shapes"].items()
+        for entry in runs["where"]
+        for run in (entry["single-stream"],)
+    ]
+    return [
+        *("## Latent attention and routed experts", ""),
+        wrapped(f"Random weights in bf16, sampled at temperature 1, the better of two runs (`{got['command']}`)."),
+        "",
+        *table(["shape", "workload", "tokens/s", "vLLM 0.22.1", "ratio", "of the roofline", "idle"], rows),
+        "",
+        "Microseconds of a step of one row, by part, under the profiler:",
+        "",
+        *table(["shape", *_PARTS], parts),
+    ]
+
+
+_PARTS = ("experts", "gemm", "attention of decodes", "expansions of latents", "routing of rows to experts", "idle")
+
+
+def fp8_pages(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-kv-fp8.json")
+    before = {entry["pages"]: entry for entry in got["before"]["models"]}
+    rows = []
+    for entry in got["models"]:
+        for step, earlier in zip(entry["steps"], before[entry["pages"]]["steps"], strict=True):
+            size = [f"{step['rows']}", f"{step['context']:,}", f"{step['ms']:.2f}", f"{earlier['ms']:.2f}"]
+            fits = "" if step["fits"] else "more than there are"
+            rows.append([entry["pages"], *size, f"{step['tok_s']:,}", f"{entry['tokens_of_kv']:,}", fits])
+    kernels = {entry["pages"]: entry for entry in got["attention"] if entry["config"] is None}
+    best = min((e for e in got["attention"] if e["pages"].startswith("float8")), key=lambda entry: entry["us"])
+    bf16 = kernels["bfloat16"]
+    return [
+        *("## Keys and values in FP8", ""),
+        wrapped(
+            f"{got['shape']} (`{got['command']}`). A layer's decode attention at 256 rows of context 4,096 takes "
+            f"{bf16['us']:.0f} us over bf16 ({bf16['tb_s']:.2f} TB/s) and {best['us']:.0f} us over FP8 "
+            f"({best['tb_s']:.2f} TB/s); relative error {bf16['relative_error']:.1%} and {best['relative_error']:.1%}. "
+            f'"Earlier": before numbers were converted two at a time ({got["before"]["why_slower"]}).'
+        ),
+        "",
+        *table(["pages", "rows", "context", "ms a step", "earlier", "tokens/s", "tokens of KV", ""], rows),
+    ]
+
+
+def small_models(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-small.json")
+    rows = [
+        [name, f"{run['out_tok_s']:,.0f}", f"{run['ms_per_step']:.2f}", f"{1 - run['device_busy']:.1%}"]
+        for name, run in got["workloads"].items()
+    ]
+    host = got["host"][0]
+    cpu = {side: part["all"] for side, part in host["cpu_us_per_step"].items()}
+    return [
+        *("## A small model", ""),
+        wrapped(
+            f"{got['shape']}, the better of two runs (`{got['command']}`). A step of one row takes "
+            f"{host['step_us']:,.0f} us, of CPU {cpu['worker']:,.0f} us in the worker and {cpu['scheduler']:,.0f} us "
+            "in the scheduler."
+        ),
+        "",
+        *table(["workload", "tokens/s", "ms a step", "no kernel runs"], rows),
+    ]
+
+
+def serving(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-serve.json")
+    rows = [
+        [entry["family"], *(f"{entry['runs'][turn]['first_answer_s']:.1f}" for turn in (0, 1))]
+        for entry in got["families"]
+    ]
+    return [
+        *("## From `radixmesh serve` to the first answer", ""),
+        wrapped(
+            f"Folders made by transformers' `save_pretrained`, seconds (`{got['command']}`). The last family is run by "
+            "transformers' own modules."
+        ),
+        "",
+        *table(["family", "first start", "second"], rows),
+    ]
