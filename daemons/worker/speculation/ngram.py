@@ -48,9 +48,9 @@ def ngram_drafts(
 ) -> IntArray:
     """Up to `most` ids that may follow `tokens`, int32; none where no suffix of min_match tokens occurred before."""
     length = len(tokens)
-    num_ends = min(window, length - 1)
-    if num_ends < min_match:
+    if length - 1 < min_match:
         return empty_ints()
+    num_ends = min(window, length - 1)
     # Of an end e in [length - 1 - num_ends, length - 1): how many tokens up to it are those at the end of the text.
     num_equal = np.zeros(num_ends, np.int32)
     is_equal = np.ones(num_ends, np.bool_)
