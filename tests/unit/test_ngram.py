@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafting import sample_of
 
@@ -40,6 +40,7 @@ def _searched(tokens: list[int], most: int, min_match: int, max_match: int, wind
     st.integers(0, 5),
     st.integers(1, 30),
 )
+@example([0, 0, 0], 1, 2, 0, 1)
 def test_drafts_are_those_of_a_search_by_definition(tokens, most, min_match, more, window):
     limits = {"min_match": min_match, "max_match": min_match + more, "window": window}
     got = ngram_drafts(np.array(tokens, np.int32), most, **limits)
