@@ -90,9 +90,6 @@ def request_from(
             tenant=options.get("tenant", ""),
             session=options.get("session", ""),
         )
-        grammar = _grammar_from(options)
-        if grammar is not None:
-            request.grammar.CopyFrom(grammar)
         given = [name for name in _CHAT_OPTIONS if options.get(name) is not None]
         if given and messages is None:
             raise ValueError(f"{', '.join(given)} are for chats: send messages")
@@ -103,7 +100,10 @@ def request_from(
             request.text = prompt
         elif prompt is not None:
             request.prompt_ids = pack_ints(list(prompt))
-    except (TypeError, ValueError, OverflowError) as error:
+        grammar = _grammar_from(options)
+        if grammar is not None:
+            request.grammar.CopyFrom(grammar)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"an option has a value that cannot be sent: {error}", "INVALID_ARGUMENT") from error
     return request
 

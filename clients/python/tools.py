@@ -46,7 +46,9 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def tools_json(tools: Sequence[Tool]) -> str:
-    """As chat templates read them."""
+    """As chat templates read them. Raises TypeError for what is no Tool, such as a tool in the form of OpenAI's API."""
+    if not all(isinstance(tool, Tool) for tool in tools):
+        raise TypeError("tools takes Tool(name, parameters): make one of each")
     return json.dumps(
         [
             {
@@ -96,10 +98,14 @@ def tool_calls(text: str, thought: Thought | None = None) -> list[ToolCall]:
 
     Raises ValueError where the text is no list of calls, because its length cut it off or nothing required one.
     """
-    if thought is not None:
-        text = text.rpartition(thought.end)[2]
     try:
-        given = json.loads(text)
+        try:
+            given = json.loads(text)
+        except ValueError:
+            if thought is None:
+                raise
+            # Behind the first end: an argument may contain that text too.
+            given = json.loads(text.partition(thought.end)[2])
         return [ToolCall(call["name"], call["arguments"]) for call in given]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the output is no list of calls: {text[:100]!r}") from error

@@ -134,6 +134,7 @@ def test_a_wrong_value_is_named_and_the_message_says_what_to_send(path: str) -> 
         ("/v1/completions", "stream", "yes", "stream is a text: send true or false"),
         ("/v1/completions", "model", "m" * 300, "model is too long: send at most 256 characters"),
         ("/v1/chat/completions", "messages", "Hi", "messages is a text: send a list"),
+        ("/v1/score", "label_token_ids", [1] * 65, "label_token_ids is too long: send at most 64 entries"),
         ("/v1/embeddings", "encoding_format", "x", "encoding_format is none of its values: send float or base64"),
     ],
 )

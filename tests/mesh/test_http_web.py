@@ -32,11 +32,11 @@ async def router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Http
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpProcess]:
-    """With keys, a page of one origin, and names of its own, on all addresses."""
+    """With keys, a page of one origin, and names of its own, on all addresses; it has no page itself."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "keys").write_text("key-0123456789abcdef\n")
     flags = ["--api-keys-file", str(folder / "keys"), "--http-cors-origins", PAGE]
-    flags += ["--http-allowed-hosts", "mesh.example.com,*.corp.example.com"]
+    flags += ["--http-allowed-hosts", "mesh.example.com,*.corp.example.com", "--no-http-page"]
     async with http_process(folder, *flags, host="0.0.0.0") as router:
         yield router
 
@@ -159,3 +159,10 @@ async def test_an_unknown_path_or_method_is_told_with_the_right_one(
 ) -> None:
     message = (await ask(router, method, path, {"content-type": "application/json"})).json()["error"]["message"]
     assert message.endswith(advice) and len(message) < 300, message
+
+
+async def test_a_path_that_is_left_out_is_never_the_one_that_was_meant(shared: HttpProcess) -> None:
+    for path in ("/docs", "/doc", "/mesh"):
+        answer = await ask(shared, "GET", path, KEY)
+        assert answer.status_code == 404
+        assert "did you mean /docs" not in answer.text and "did you mean /mesh" not in answer.text

@@ -64,6 +64,9 @@ def test_a_required_call_is_a_list_that_the_grammar_takes_and_nothing_else(choic
         ToolCall("weather", {"city": "Rome"}),
         ToolCall("time", {}),
     ]
+    quoting = f"[{one.replace('Rome', '</think>')}]"
+    for text in (quoting, f"<think>1</think>{quoting}", f"1</think>\n{quoting}"):
+        assert tool_calls(text, Thought()) == [ToolCall("weather", {"city": "</think>"})]
     for cut in ("", "[", f"[{one}", "5", "[5]", "{}x"):
         with pytest.raises(ValueError, match="no list of calls"):
             tool_calls(cut)
@@ -79,6 +82,9 @@ def test_a_required_call_is_a_list_that_the_grammar_takes_and_nothing_else(choic
         (MESSAGES, {"tools": TOOLS, "tool_choice": "any"}),
         (MESSAGES, {"tools": TOOLS, "tool_choice": "required", "regex": "a"}),
         (MESSAGES, {"json_object": True, "regex": "a"}),
+        (MESSAGES, {"tools": [{"type": "function", "function": {"name": "x"}}]}),
+        (MESSAGES, {"tools": [{"name": "x"}], "tool_choice": "required"}),
+        (MESSAGES, {"regex": "a", "thought": {"end": "x"}}),
         (MESSAGES, {"thought": Thought()}),
         (MESSAGES, {"regex": 5}),
     ],

@@ -18,6 +18,9 @@ const MAX_WHITESPACE = 16;
 
 /** As chat templates read them. @param {Tool[]} tools */
 export function toolsJson(tools) {
+  if (!tools.every((tool) => typeof tool?.name === "string")) {
+    throw new InvalidRequestError("tools takes a list of {name, parameters}: send those", "INVALID_ARGUMENT", { field: "tools" });
+  }
   return JSON.stringify(
     tools.map(({ name, description = "", parameters = { type: "object" } }) => ({
       type: "function",
@@ -67,8 +70,20 @@ export function callsTag(tools, choice, isParallel) {
  * @returns {ToolCall[]}
  */
 export function toolCalls(text, thought) {
-  const calls = JSON.parse(thought ? (text.split(thought.end ?? "</think>").at(-1) ?? "") : text);
+  const calls = listOf(text, thought);
   const isCall = (/** @type {any} */ call) => typeof call?.name === "string" && typeof call.arguments === "object" && call.arguments !== null;
   if (!Array.isArray(calls) || !calls.every(isCall)) throw new SyntaxError(`the output is no list of calls: ${text.slice(0, 100)}`);
   return calls.map(({ name, arguments: given }) => ({ name, arguments: given }));
+}
+
+/** @param {string} text @param {Thought} [thought] */
+function listOf(text, thought) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    if (!thought) throw error;
+    // Behind the first end: an argument may contain that text too.
+    const [, ...behind] = text.split(thought.end ?? "</think>");
+    return JSON.parse(behind.join(thought.end ?? "</think>"));
+  }
 }

@@ -97,6 +97,8 @@ test("a required call is a list of calls of the chosen tools", () => {
   assert.deepEqual([only.begin, others], ['{"name": "time", "arguments": ', []]);
   const text = '<think>[1]</think>[{"name": "time", "arguments": {}}]';
   assert.deepEqual(toolCalls(text, {}), [{ name: "time", arguments: {} }]);
+  const quoting = '[{"name": "time", "arguments": {"at": "</think>"}}]';
+  for (const whole of [quoting, `1</think>\n${quoting}`]) assert.equal(toolCalls(whole, {})[0].arguments.at, "</think>");
   for (const cut of ["", "[", "5", "[5]", text]) assert.throws(() => toolCalls(cut), SyntaxError);
 });
 
@@ -104,6 +106,7 @@ for (const [input, options] of /** @type {[any, any][]} */ ([
   ["x", { tools: TOOLS }],
   ["x", { enableThinking: true }],
   [CHAT, { toolChoice: "required" }],
+  [CHAT, { tools: [{ type: "function", function: { name: "x" } }], toolChoice: "required" }],
   [CHAT, { tools: TOOLS, toolChoice: { name: "other" } }],
   [CHAT, { tools: TOOLS, toolChoice: "any" }],
   [CHAT, { tools: TOOLS, toolChoice: "required", regex: "a" }],

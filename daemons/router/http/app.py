@@ -100,7 +100,7 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
         for path, endpoint in {**posts, **gets}.items()
         if path not in hidden
     ]
-    failures = _Failures(context)
+    failures = _Failures(context, [path for path in OPERATIONS if path not in hidden])
     return Starlette(
         routes=routes,
         exception_handlers={
@@ -114,10 +114,11 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
 
 
 class _Failures:
-    """Errors as responses; typed ones are counted."""
+    """Errors as responses; typed ones are counted. paths: those that are served."""
 
-    def __init__(self, context: HttpContext) -> None:
+    def __init__(self, context: HttpContext, paths: Collection[str]) -> None:
         self._context = context
+        self._paths = paths
 
     async def mesh_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, MeshError)
@@ -138,7 +139,7 @@ class _Failures:
         if request.method == "OPTIONS" and error.status_code == 405 and not is_preflight:
             return Response(status_code=204, headers=error.headers)
         code = _CODES.get(error.status_code, "INVALID_ARGUMENT")
-        message = f"{request.method} {request.url.path:.200}: {_advice(request, error, is_preflight)}"
+        message = f"{request.method} {request.url.path:.200}: {_advice(request, error, is_preflight, self._paths)}"
         response = plain_error(error.status_code, code, message, request.url.path)
         response.headers.update(error.headers or {})
         return response
@@ -151,7 +152,7 @@ class _Failures:
         return ErrorResponse(fault, request.url.path)
 
 
-def _advice(request: Request, error: HTTPException, is_preflight: bool) -> str:
+def _advice(request: Request, error: HTTPException, is_preflight: bool, paths: Collection[str]) -> str:
     if is_preflight and error.status_code == 405:
         return "pages of other origins are not let in: name theirs in the router's --http-cors-origins"
     if error.status_code == 405:
@@ -160,8 +161,8 @@ def _advice(request: Request, error: HTTPException, is_preflight: bool) -> str:
     # A base URL of a client has /v1 where it should not, or lacks it.
     candidates = [f"/v1{path}", path.replace("/v1/v1/", "/v1/")]
     if len(path) <= _MAX_ALIKE_CHARS:
-        candidates += difflib.get_close_matches(path, list(OPERATIONS), 1)
-    found = next((path for path in candidates if path in OPERATIONS), None)
+        candidates += difflib.get_close_matches(path, paths, 1)
+    found = next((path for path in candidates if path in paths), None)
     return f"no such path: {f'did you mean {found}?' if found else 'GET /openapi.json lists all'}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 _WRONG_TYPE = re.compile(r"Expected `([\w| ]+)`, got `(\w+)`")
 _BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (-?[\d.e+]+)")
-_LENGTH = re.compile(r"Expected `str` of length <= (\d+)")
+_LENGTH = re.compile(r"Expected `(str|array)` of length <= (\d+)")
 _PATTERN = re.compile(r"Expected `str` matching regex (.+?)(?: - at|$)")
 _PLACE = re.compile(r" - at `\$(.*)`$")
 _GOT = {"str": "a text", "bool": "true or false", "array": "a list", "object": "an object", "null": "null"}
@@ -30,7 +30,7 @@ def in_words(where: str, error: str, kind: object) -> str:
             return f"{name} is below {found[2]}: send a whole number from there on"
         return f"{name} is too large: send at most {found[2]}"
     if found := _LENGTH.search(error):
-        return f"{name} is too long: send at most {found[1]} characters"
+        return f"{name} is too long: send at most {found[2]} {'characters' if found[1] == 'str' else 'entries'}"
     if found := _PATTERN.search(error):
         return f"{name} has characters or a length that it may not have: send a text that matches {found[1]}"
     choices = list(_choices(kind))
