@@ -46,8 +46,8 @@ _MOST_DOUBLINGS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceSettings:
-    """threshold: experts move when balancedness is below; 0: never. interval_s: from one look at it to the next, doubled
-    by each look after which experts moved, until one finds no need."""
+    """threshold: experts move when balancedness is below; 0: never. interval_s: from one look at it to the next, twice
+    as long after each at which experts moved, until one finds no need."""
 
     threshold: float = 0.8
     interval_s: float = 60.0
