@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.drafting import check_same_outputs, drive_long
-from support.plan_driver import OPTIONS, logprob_tolerance
+from support.plan_driver import GREEDY, OPTIONS, PlanDriver, logprob_tolerance
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import NoDrafts
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 pytestmark = pytest.mark.skipif(
@@ -66,3 +67,42 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     assert 1 < np.concatenate([result.counts for result in got.results]).max() <= max_drafts + 1
     accepted = sum(int(result.accepted.sum()) for result in got.results)
     assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)
+
+
+def test_a_slot_shows_a_drafter_the_text_of_its_own_request_alone():
+    """A slot is taken by a shorter request while steps with drafts of the former one run, then by one that resumes.
+    Drafts, half of them wrong, were written behind each text."""
+    from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
+
+    seen: list[list[int]] = []
+
+    class Reading(DeviceDrafter):
+        def propose(self, inputs, state):
+            for row, slot in enumerate(inputs.slots.tolist()):
+                length, last = int(inputs.lengths[row]), int(inputs.tokens[row])
+                if length < 0:
+                    length, last = int(state.lengths[slot]), int(state.last_tokens[slot])
+                seen.append([*state.tokens_SL[slot, : length - 1].tolist(), last])
+                inputs.starts[row], inputs.window_WB[:, row] = length, last
+
+    drafter = NoDrafts()
+    drafter.on_device = Reading  # type: ignore[method-assign]
+    runner = _device_runner(4)
+    runner.verify(drafter, max_drafts=2)  # type: ignore[attr-defined]
+    driver = PlanDriver(runner, lag=2)
+    random = Sampling(temperature=1.0, seed=3, logit_bias=((40, 80.0), (41, 80.0)))
+    requests = ((range(100, 118), random, []), ([20, 21], GREEDY, []), ([30], random, [41, 40, 40]))
+    begins, texts = [], []
+    for prompt, sampling, output in requests:
+        begins.append(len(seen))
+        driver.add(0, list(prompt), sampling, chunk_len=7, num_out=12, output=output)
+        for _ in range(4):
+            driver.run()
+        texts.append([*prompt, *driver.tokens[0]])
+    driver.finish(2)
+    for text, begin, end in zip(texts, begins, [*begins[1:], len(seen)], strict=True):
+        assert end >= begin + 4
+        for of_step in seen[begin:end]:
+            # The last steps' tokens were not told when the slot was taken.
+            assert of_step[: len(text)] == text[: len(of_step)]
+    assert sum(int(result.accepted.sum()) for result in driver.results) > 2

@@ -94,9 +94,11 @@ class PlanDriver:
         pages: np.ndarray | None = None,
         min_tokens: int | None = None,
         suppressed: Sequence[int] = (1, 33),
+        output: Sequence[int] = (),
     ) -> None:
         """A request, its prompt in chunks; the same plan releases the one that decodes in its slot.
 
+        output: what it had of the num_out tokens before it was retracted.
         cached: full pages that hold its beginning; copied: what of the page behind them is copied into its first own
         one. pages: its own; None: the next, in falling order.
         """
@@ -118,6 +120,7 @@ class PlanDriver:
             generation=self._generations[slot],
             request_id=f"r{slot}",
             prompt_ids=np.array(prompt, np.int32),
+            output_ids=np.array(output, np.int32),
             max_total_len=total,
             sampling=sampling,
             min_tokens=(0 if sampling in PLAIN_OPTIONS else 4) if min_tokens is None else min_tokens,
@@ -126,12 +129,13 @@ class PlanDriver:
             cached_pages=cached,
             cached_page_generations=self.executor.records.generations[cached],
         )
-        self.tokens[slot] = []
-        for start in range(cached_len, len(prompt), chunk_len):
-            length = min(chunk_len, len(prompt) - start)
+        self.tokens[slot] = list(output)
+        num_tokens = len(prompt) + len(output)
+        for start in range(cached_len, num_tokens, chunk_len):
+            length = min(chunk_len, num_tokens - start)
             self.run(
                 chunk=Chunk(slot=slot, length=length),
-                is_last=start + length == len(prompt),
+                is_last=start + length == num_tokens,
                 admits=(admit,) if start == cached_len else (),
                 grants=(Grant(slot=slot, pages=pages),) if start == cached_len else (),
                 releases=releases if start == cached_len else (),
