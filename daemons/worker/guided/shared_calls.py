@@ -99,10 +99,10 @@ def _publish_together(
 ) -> set[int]:
     """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
     # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
-    heads = memory.all_words[[row for _, row, _ in places], :_HEAD_WORDS].any(axis=1).tolist()
+    heads: MaskWords = np.bitwise_or.reduce(memory.all_words[[row for _, row, _ in places], :_HEAD_WORDS], axis=1)
     good = [
         (index, row, position)
-        for index, (_, row, position), is_allowing in zip(chosen, places, heads, strict=True)
+        for index, (_, row, position), is_allowing in zip(chosen, places, heads.tolist(), strict=True)
         if is_allowing and errors[index] is None
     ]
     memory.publish([row for _, row, _ in good], [position for _, _, position in good])
