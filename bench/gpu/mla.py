@@ -136,13 +136,12 @@ def _shared(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
 
 def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int, int]) -> Record:
     heads, (chunks, new, before) = 16, case
-    block_m, block_n, warps, stages = config
     q, slots, lens = _rows(chunks * new, heads, before + new)
     slots, lens = slots[:chunks], lens[:chunks]
     starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
     tables = pool.tables(chunks, before + new)[:4]
     out = torch.empty(chunks * new, heads, _RANK, device="cuda", dtype=torch.bfloat16)
-    tuned = ExtendConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+    tuned = ExtendConfig(**dict(zip(ExtendConfig.__slots__, config, strict=True)))
 
     def run(turn: int) -> object:
         return mla_extend(q, pool.latents_SC, tables[turn], slots, starts, lens, 1, _SCALE, out, tuned)
@@ -165,7 +164,7 @@ def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
     absorbed = q.new_empty(len(q), heads, _LATENT)
     absorbed[..., _RANK:] = q[..., 128:]
     latents, values = q.new_empty(len(q), heads, _RANK), q.new_empty(len(q), heads, 128)
-    tuned = ExtendConfig(**dict(zip(("block_m", "block_n", "num_warps", "num_stages"), config, strict=True)))
+    tuned = ExtendConfig(**dict(zip(ExtendConfig.__slots__, config, strict=True)))
 
     def absorb(turn: int) -> torch.Tensor:
         head_gemm_reference(q[..., :128], expand[:, :128].transpose(1, 2), absorbed[..., :_RANK])
@@ -179,8 +178,8 @@ def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
     out, want = project(0).float(), absorb(0).float()
     if not float((out - want).norm() / want.norm()) < 0.02:
         raise RuntimeError("the two forms differ")
-    times = [round(_micros(form, len(tables)), 1) for form in (absorb, project)]
-    return dict(zip(("absorbed_us", "projected_us"), times, strict=True))
+    forms = {"absorbed_us": absorb, "projected_us": project}
+    return {name: round(_micros(form, len(tables)), 1) for name, form in forms.items()}
 
 
 def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:

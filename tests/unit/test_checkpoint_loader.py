@@ -113,10 +113,11 @@ def test_a_wrong_shape_says_what_was_expected(folder: Path) -> None:
     assert "[48, 40]" in error.message and "[48, 48]" in error.message
 
 
-def test_a_dtype_without_meaning_here_is_named(folder: Path) -> None:
-    _edit(folder, lambda tensors: tensors.update({_Q: torch.ones(48, 48, dtype=torch.int8)}))
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.uint8, "U8")])
+def test_a_dtype_without_meaning_here_is_named(dtype: torch.dtype, name: str, folder: Path) -> None:
+    _edit(folder, lambda tensors: tensors.update({_Q: torch.ones(48, 48, dtype=dtype)}))
     error = _error(folder)
-    assert error.metadata["tensor"] == _Q and "I8" in error.message
+    assert error.metadata["tensor"] == _Q and f"as {name}" in error.message
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 5000, -1])

@@ -83,7 +83,7 @@ def test_every_matrix_of_a_forward_is_checked_at_load(save: Save, shape: str, mo
     )
     runner = load_cpu_runner(folder, num_pages=400, threads=1)
     assert isinstance(runner, CpuRunner)
-    ((model, targets, _),) = built
+    model, targets = built[0].model, built[0].targets
     with _Products(targets.tensors) as probed, torch.inference_mode():
         _run_probes(model)
     ids = np.random.default_rng(0).integers(0, runner.vocab_size, 300).tolist()

@@ -86,6 +86,31 @@ def test_a_state_beside_keys_and_values_or_another_mask_is_found_when_loading(
     assert caught.value.reason_name == "UNSUPPORTED"
 
 
+@pytest.mark.parametrize(("name", "argument"), [("block_indices", torch.zeros(1)), ("logit_cap", 30.0)])
+def test_an_argument_of_attention_that_ours_ignores_is_named_when_loading(
+    name: str, argument: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniMax M3 passes the blocks of keys that its index picks: all of them where a text is short."""
+    fallback_model("CohereForCausalLM").save_pretrained(tmp_path)
+    attention = transformers.models.cohere.modeling_cohere.CohereAttention
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *args, **more: forward(self, *args, **more, **{name: argument})
+    )
+    with pytest.raises(MeshError, match=f"attends by {name}") as caught:
+        _runner(tmp_path)
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
+def test_longrope_runs_where_no_sequence_is_longer_than_the_original(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = fallback_model("Phi3ForCausalLM", original_max_position_embeddings=64, rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MeshError, match="--max-total-len"):
+        _runner(tmp_path, model_impl="transformers")
+    assert _runner(tmp_path, model_impl="transformers", max_total_len=64).max_total_len == 64
+
+
 def test_rows_that_mix_outside_of_attention_are_found_when_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,10 @@ def check_tensors(
             "is it the config of another model?",
             name,
         )
+    for name, entry in entries.items():
+        if entry.dtype == "U8":
+            what = f"holds tensor {name!r} as U8, which is for the blocks and scales of MXFP4 experts alone"
+            raise bad_checkpoint(entry.file, what, name)
     for name in targets.tensors:
         expected_shape = targets.stored_shape(name)
         if not _is_merged(expected_shape, entries[name].shape):

@@ -19,6 +19,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 # Names of attention functions. That of the running one has no mask function, so that no mask is made.
 PAGED, RECORDING = "radixmesh_paged", "radixmesh_recording"
 _STEP = "radixmesh_step"
+# Arguments beside those that `_record` takes, on which no score depends: windows are read off the mask.
+_WITHOUT_EFFECT = frozenset({"dropout", "sliding_window", "position_ids", "cache_position"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +96,8 @@ def _record(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    position_bias: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Notes the shape of a layer's attention, and returns zeros, which nobody reads."""
     step, index = _step(module), _index(module)
@@ -104,8 +105,14 @@ def _record(
         raise UnusableAttentionError(f"layer {index} attends more than once")
     if key.shape[2] != query.shape[2]:
         raise UnusableAttentionError("keys are of other tokens than queries (cross-attention)")
-    if value.shape[-1] > query.shape[-1] or position_bias is not None:
-        raise UnusableAttentionError("values are wider than keys, or scores have a bias")
+    if value.shape[-1] > query.shape[-1]:
+        raise UnusableAttentionError("values are wider than keys")
+    # Biases, or the keys that an index picks: the check at the end of loading is too short to show those.
+    unknown = [name for name, argument in others.items() if name not in _WITHOUT_EFFECT and _is_numeric(argument)]
+    if unknown:
+        raise UnusableAttentionError(
+            f"layer {index} attends by {', '.join(unknown)}, which our attention does not have"
+        )
     if attention_mask is None or attention_mask.shape != (1,):
         raise UnusableAttentionError("the attention mask is not the one of transformers' causal or window masks")
     step.layers[index] = AttentionLayer(
@@ -121,6 +128,10 @@ def _record(
         has_sinks=s_aux is not None,
     )
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _is_numeric(argument: object) -> bool:
+    return isinstance(argument, torch.Tensor | int | float) and not isinstance(argument, bool)
 
 
 def _step(module: nn.Module) -> AttentionStep:

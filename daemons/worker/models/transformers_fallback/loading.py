@@ -74,7 +74,7 @@ def _load(folder: Path, placement: Placement) -> TransformersModel:
     missing = sorted(report["missing_keys"])
     if missing:
         raise bad_checkpoint(folder, f"lacks tensor {missing[0]!r} and {len(missing) - 1} more", missing[0])
-    _check_rope(model.config, architecture, max_total_len)
+    _check_rope(model.config, architecture, min(max_total_len, placement.max_total_len or max_total_len))
     try:
         loaded = _adopt(model.eval().to(placement.device), placement, max_total_len)
     except torch.OutOfMemoryError:
