@@ -26,6 +26,9 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.graph_timing import micros
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.experts import Fp8Experts
@@ -58,7 +61,7 @@ _LATENT = _RANK + _ROPE
 _PICKED = {"num_picks": _PICKS, "num_groups": 8, "num_picked_groups": 4, "group_best": 2}
 _RULE = RouterRule(is_sigmoid=True, is_normalised=True, weight_scale=2.5, **_PICKED)
 _MEMORY_TB_S, _FP8_TFLOP_S, _BF16_TFLOP_S = 4.8, 1979.0, 989.0
-_TURNS, _REPLAYS = 4, 4
+_TURNS = 4
 # Places of a tile, then warps and stages of gate and up, and columns, warps and stages of down.
 _TILES = {1: (16,), 32: (16,), 128: (16, 32), 512: (32, 64)}
 _GATE_UP = ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4))
@@ -199,7 +202,7 @@ def _tried(
                 return times
             name = f"{'gate_up' if len(part) == 2 else 'down'} {tile_rows}: {'/'.join(map(str, part))}"
             try:
-                times[name] = round(_micros(_grouped(experts, quantized, tiles, num_rows * _PICKS, part)), 1)
+                times[name] = round(micros(_grouped(experts, quantized, tiles, num_rows * _PICKS, part), _TURNS), 1)
             except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
                 times[name] = f"{type(error).__name__}: {error}"[:100]
     return times
@@ -224,7 +227,7 @@ def _grouped(
 
 def _part(run: Launch, least_us: float) -> Record:
     try:
-        us = _micros(run)
+        us = micros(run, _TURNS)
     except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     return {"us": round(us, 1), "least_us": round(least_us, 1), "share": round(least_us / us, 3)}
@@ -303,29 +306,6 @@ def _experts(num_experts: int) -> QuantizedExperts:
     for scales, num_in in ((experts.gate_up_scales_E2HG, _HIDDEN), (experts.down_scales_EGH, _MLP)):
         scales.copy_(_scales(*scales.shape, num_in=num_in))
     return experts
-
-
-def _micros(run: Launch) -> float:
-    """Of one launch, the least of several replays of a graph in which each launch has other rows."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(0)
-        stream.synchronize()
-        graph.capture_begin()
-        for turn in range(_TURNS):
-            run(turn)
-        graph.capture_end()
-        least = float("inf")
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            least = min(least, start.elapsed_time(end) * 1e3 / _TURNS)
-    return least
 
 
 def _fp8(num_out: int, num_in: int) -> torch.Tensor:

@@ -26,6 +26,9 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.graph_timing import micros
 
 from radixmesh.kernels.attention.decode_attention import plan_decode
 from radixmesh.kernels.attention.extend_attention import ExtendConfig
@@ -48,7 +51,7 @@ _LATENT = _RANK + _ROPE
 _SCALE = 0.07
 _TOKENS = 1 << 20
 _FLUSH_BYTES = 160 << 20
-_MOST_TURNS, _REPLAYS = 128, 4
+_MOST_TURNS = 128
 # (rows, tokens of each) by query heads: of DeepSeek-V2-Lite, and of DeepSeek-V3.
 _DECODES = {
     16: ((1, 384), (1, 8192), (32, 1024), (256, 384), (256, 2048), (512, 1024)),
@@ -106,7 +109,7 @@ def _decode(pool: _Pool, heads: int, num_rows: int, length: int, config: tuple[i
     plan_decode(lens, workspace)
     got = mla_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
     _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
-    us = _micros(
+    us = micros(
         lambda turn: mla_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace), len(tables)
     )
     return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
@@ -127,7 +130,7 @@ def _shared(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
     plan_shared_decode(lens, workspace)
     got = mla_shared_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
     _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
-    us = _micros(
+    us = micros(
         lambda turn: mla_shared_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace),
         len(tables),
     )
@@ -150,7 +153,7 @@ def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int
     last = torch.arange(new - 1, chunks * new, new, device="cuda")[:2]
     _check(out[last], q[last], pool, tables[0], slots[:2], lens[:2])
     pairs = chunks * (new * before + new * (new + 1) // 2)
-    return _figures(_micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
+    return _figures(micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
 
 
 def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int]) -> Record:
@@ -179,7 +182,7 @@ def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
     if not float((out - want).norm() / want.norm()) < 0.02:
         raise RuntimeError("the two forms differ")
     forms = {"absorbed_us": absorb, "projected_us": project}
-    return {name: round(_micros(form, len(tables)), 1) for name, form in forms.items()}
+    return {name: round(micros(form, len(tables)), 1) for name, form in forms.items()}
 
 
 def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
@@ -203,7 +206,7 @@ def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
         *(torch.bfloat16,) * 2,
     )
     latents, ropes = pool.latents_SC[:, None, :_RANK], pool.latents_SC[:, None, _RANK:]
-    us = _micros(lambda _: wrapper.run(q[..., :_RANK], q[..., _RANK:], latents, ropes), 4)
+    us = micros(lambda _: wrapper.run(q[..., :_RANK], q[..., _RANK:], latents, ropes), 4)
     return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
 
 
@@ -232,29 +235,6 @@ def _figures(us: float, *, read: int, pairs: int, heads: int) -> Record:
         "tb_s": round(2 * _LATENT * read / us * 1e-6, 2),
         "tflop_s": round(flop / us * 1e-6, 1),
     }
-
-
-def _micros(run: Launch, num_turns: int) -> float:
-    """Of one launch, the least of several replays of a graph in which each launch has other tokens."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(0)
-        stream.synchronize()
-        graph.capture_begin()
-        for turn in range(num_turns):
-            run(turn)
-        graph.capture_end()
-        least = float("inf")
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            least = min(least, start.elapsed_time(end) * 1e3 / num_turns)
-    return least
 
 
 def _tried(measure: Callable[[], Record]) -> Record:

@@ -22,6 +22,9 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.graph_timing import micros
 
 from radixmesh.kernels.moe.group_rows import group_rows
 from radixmesh.kernels.moe.grouped_gemm import (
@@ -34,8 +37,6 @@ from radixmesh.kernels.moe.grouped_gemm import (
     routed_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route
-
-_REPLAYS = 5
 
 
 class _Shape(NamedTuple):
@@ -133,7 +134,7 @@ def main() -> None:
 def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
     """The default configuration, each part of it, and the best of those that there is time to try."""
     default = default_config(layer.num_pairs, layer.shape.num_experts)
-    parts = {name: _micros(run, layer.num_turns) for name, run in layer.parts(default).items()}
+    parts = {name: micros(run, layer.num_turns) for name, run in layer.parts(default).items()}
     tried: dict[str, dict[str, float]] = {}
     best = default
     for tile_rows in _tile_rows(layer):
@@ -151,13 +152,13 @@ def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
             config = ExpertsConfig(
                 tile_rows=tile_rows, **{part: GroupedConfig(*block) for part, block in chosen.items()}
             )
-            if _micros(layer.whole(config), layer.num_turns) < _micros(layer.whole(best), layer.num_turns):
+            if micros(layer.whole(config), layer.num_turns) < micros(layer.whole(best), layer.num_turns):
                 best = config
     return {
         "rows": layer.num_rows,
         "experts_hit": round(layer.num_hit(), 1),
-        "default": {"config": str(default), **layer.figures(_micros(layer.whole(default), layer.num_turns))},
-        "best": {"config": str(best), **layer.figures(_micros(layer.whole(best), layer.num_turns))},
+        "default": {"config": str(default), **layer.figures(micros(layer.whole(default), layer.num_turns))},
+        "best": {"config": str(best), **layer.figures(micros(layer.whole(best), layer.num_turns))},
         "parts_us": {name: round(us, 2) for name, us in parts.items()},
         "tried_us": tried,
     }
@@ -178,7 +179,7 @@ def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[
         try:
             parts = layer.parts(ExpertsConfig(tile_rows=tile_rows, gate_up=config, down=config))
             for part in ("gate_up", "down"):
-                times_us["gate_up" if part == "gate_up" else "down", block] = _micros(parts[part], layer.num_turns)
+                times_us["gate_up" if part == "gate_up" else "down", block] = micros(parts[part], layer.num_turns)
         except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
             print(f"{block}: {error}"[:200], file=sys.stderr, flush=True)
     return {key: us for key, us in times_us.items() if ("down", key[1]) in times_us}
@@ -200,29 +201,6 @@ def _check(shape: _Shape, weights: tuple[torch.Tensor, torch.Tensor]) -> None:
         error = float((got - want).norm() / want.norm())
         if not error < 0.01:
             raise RuntimeError(f"{num_rows} rows differ from torch's by {error:.3g}")
-
-
-def _micros(run: Callable[[int], object], num_turns: int) -> float:
-    """Of one launch, the least of several replays of a graph in which each launch has other rows."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(0)
-        stream.synchronize()
-        graph.capture_begin()
-        # Results are kept: memory that is free again would be in the cache.
-        results = [run(turn) for turn in range(num_turns)]
-        graph.capture_end()
-        least = float("inf")
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            least = min(least, start.elapsed_time(end) * 1e3 / len(results))
-    return least
 
 
 def _random(*shape: int) -> torch.Tensor:

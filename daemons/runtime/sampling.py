@@ -74,9 +74,11 @@ def output_seed(seed: int, index: int) -> int:
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     """Checks and converts. Raises INVALID_ARGUMENT naming the field and its range."""
-    # A request is checked at several places, and most clients use the same few options: short ones are remembered.
-    data = message.SerializeToString(deterministic=True) if message.ByteSize() <= _REMEMBERED_BYTES else b""
-    return _known_sampling(data) if data else _sampling_of(message)
+    # A request is checked at several places, and most clients use the same few options: short ones are remembered, but
+    # for those with a seed, which hardly come again (what reaches schedulers and workers has one).
+    if message.HasField("seed") or message.ByteSize() > _REMEMBERED_BYTES:
+        return _sampling_of(message)
+    return _known_sampling(message.SerializeToString(deterministic=True))
 
 
 def _sampling_of(message: common_pb2.SamplingParams) -> Sampling:
@@ -131,8 +133,9 @@ def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
 
 def stop_from_proto(message: common_pb2.StopParams) -> Stop:
     """Checks and converts. Raises INVALID_ARGUMENT or TOO_MANY_STOPS."""
-    data = message.SerializeToString(deterministic=True) if message.ByteSize() <= _REMEMBERED_BYTES else b""
-    return _known_stop(data) if data else _stop_of(message)
+    if message.ByteSize() > _REMEMBERED_BYTES:
+        return _stop_of(message)
+    return _known_stop(message.SerializeToString(deterministic=True))
 
 
 def _stop_of(message: common_pb2.StopParams) -> Stop:

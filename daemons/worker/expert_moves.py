@@ -23,6 +23,8 @@ from radixmesh.worker.v1 import worker_pb2
 
 MAX_SLICE_BYTES = 256 * 1024 * 1024
 _MAX_ID_BYTES = 256
+# Far below what the wire carries: it counts on.
+_MAX_VERSION = 1 << 61
 # Forwards from one report of the experts' loads to the next: some ten KiB, which no step of decodes should carry.
 _REPORT_FORWARDS = 32
 
@@ -118,6 +120,8 @@ class ExpertMoves:
         self.drop()
         experts_LS = self._first
         if placement is not None:
+            if placement.version > _MAX_VERSION:
+                raise _invalid(f"the placement's version is {placement.version}: nothing counts so far")
             experts_LS = self._checked(unpack_ints(placement.experts, "experts.experts"))
         wanted = experts_LS[:, self._own]
         lacking = np.argwhere((wanted >= 0) & (wanted != self._held))

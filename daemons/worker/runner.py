@@ -18,7 +18,8 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
-from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
+from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 if TYPE_CHECKING:

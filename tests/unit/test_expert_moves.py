@@ -214,6 +214,9 @@ def test_ops_that_cannot_be_are_refused_and_leave_no_trace(folder: Path) -> None
         ):
             with pytest.raises(MeshError, match=error):
                 moves.adopt(worker_pb2.ExpertPlacement(version=3, experts=experts))
+        # The next placement's version is one more, and is told.
+        with pytest.raises(MeshError, match="nothing counts so far"):
+            moves.adopt(worker_pb2.ExpertPlacement(version=(1 << 64) - 1, experts=pack_ints(before.ravel())))
 
     with closing(ThreadGroup(2)) as group:
         group.run(rank)
@@ -308,6 +311,7 @@ def test_what_there_is_no_need_to_move_stays() -> None:
 
 
 def test_a_new_epoch_drops_the_change_under_way_and_keeps_the_loads() -> None:
+    """The look at the loads waits as after any other, but for twice as long: the group may have died of the moves."""
     experts = shared(2, 1, 8, 4, 1000)
     balancer = ExpertBalancer(BalanceSettings(threshold=0.9, interval_s=1.0))
     balancer.begin_epoch(1, experts, OPS)
@@ -317,9 +321,49 @@ def test_a_new_epoch_drops_the_change_under_way_and_keeps_the_loads() -> None:
     first = balancer.next_op(2.0, 2)
     assert first is not None and first.move_experts.stage_id == "1.1"
     balancer.begin_epoch(2, experts, OPS)
-    again = balancer.next_op(4.0, 1)
+    assert balancer.next_op(4.0, 1) is None and balancer.next_op(5.9, 1) is None
+    again = balancer.next_op(6.0, 1)
     assert again is not None and again.move_experts.stage_id == "2.2"
     assert torch.tensor(balancer.balancedness()) < 0.6
+
+
+def test_a_group_that_dies_of_moves_is_soon_left_alone() -> None:
+    balancer = ExpertBalancer(BalanceSettings(threshold=0.9, interval_s=60.0))
+    deaths: list[float] = []
+    for second in range(3 * 3600):
+        if not deaths or deaths[-1] == second - 1:
+            balancer.begin_epoch(2 + second, shared(2, 1, 8, 4, 1000), OPS)
+            balancer.processed(answer(1, loads=np.array([[800, 700, 600, 500, 4, 3, 2, 1]])))
+        if balancer.next_op(float(second), 2) is not None:
+            deaths.append(second)
+    assert 4 <= len(deaths) <= 10, deaths
+
+
+def test_loads_that_no_placement_balances_are_not_moved_for_ever() -> None:
+    """Few picks a report: by chance, each look finds a placement that would have been better."""
+    generator, picks = np.random.default_rng(0), 1 / np.arange(1, 65)
+    balancer = ExpertBalancer(BalanceSettings(threshold=0.8, interval_s=60.0))
+    balancer.begin_epoch(1, shared(8, 2, 64, 8, 1000), OPS)
+    placed_at: list[float] = []
+    for step in range(1, 6 * 3600 // 2):
+        now, loads = 2.0 * step, None
+        if step % 4 == 0:
+            loads = np.stack([generator.multinomial(256, picks / picks.sum()) for _ in range(2)])
+        num_placed = balancer.num_placed
+        balancer.next_op(now, step)
+        balancer.processed(answer(step, 0.001, loads))
+        if balancer.num_placed > num_placed:
+            placed_at.append(now)
+    assert placed_at and balancer.balancedness() < 0.8
+    assert sum(now > 4 * 3600 for now in placed_at) <= 2 * 5, "both layers, every half an hour or so"
+
+
+def test_loads_of_another_model_are_its_own() -> None:
+    """As many places as before, for fewer experts."""
+    balancer = ExpertBalancer()
+    for num_experts in (8, 6):
+        balancer.begin_epoch(1, shared(2, 1, num_experts, 4, 1000), OPS)
+        balancer.processed(answer(1, loads=np.arange(num_experts)))
 
 
 def test_one_worker_alone_has_no_moves(folder: Path) -> None:

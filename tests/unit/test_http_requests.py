@@ -29,6 +29,7 @@ from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.updates import Delta, Finished, Logprobs, Update
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.runtime import sampling
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
@@ -266,3 +267,19 @@ def test_wrong_options_are_refused_each_time(options: dict[str, object]) -> None
         with pytest.raises(MeshError) as refused:
             parse_whole(data, CompletionRequest, {})
         assert refused.value.metadata["field"].rpartition(".")[2] in options
+
+
+def test_options_that_are_remembered_are_bounded_and_without_seeds() -> None:
+    for number in range(2000):
+        sampling.sampling_from_proto(common_pb2.SamplingParams(top_k=number))
+        sampling.stop_from_proto(common_pb2.StopParams(stop=[str(number)]))
+    kept = sampling._known_sampling.cache_info(), sampling._known_stop.cache_info()
+    assert all(info.currsize == info.maxsize == 512 for info in kept)
+    for seed in range(10):
+        assert sampling.sampling_from_proto(common_pb2.SamplingParams(seed=seed)).seed == seed
+    assert sampling.stop_from_proto(common_pb2.StopParams(stop=["x" * 200])).stop == ("x" * 200,)
+    assert (sampling._known_sampling.cache_info(), sampling._known_stop.cache_info()) == kept, "neither looked up"
+    biased = common_pb2.SamplingParams(logit_bias_ids=pack_ints([5]), logit_bias_values=pack_floats([1]))
+    stopped = common_pb2.StopParams(stop=["a"], stop_ids=pack_ints([5]))
+    # Requests share them: frozen, as deep as they go.
+    hash((sampling.sampling_from_proto(biased), sampling.stop_from_proto(stopped)))

@@ -122,10 +122,10 @@ class GrammarMatcher(ABC):
         return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
 
     @staticmethod
-    def fill_all(matchers: Sequence[GrammarMatcher], rows: npt.NDArray[np.int32]) -> None:
-        """fill() of several matchers of one backend, none of which is over, into int32 [matchers, words]."""
-        for matcher, words in zip(matchers, rows, strict=True):
-            matcher.fill(words)
+    def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+        """fill() of several matchers of one backend, none of which is over, into these rows of int32 [any, words]."""
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill(words[row])
 
 
 class CompiledGrammar(ABC):

@@ -129,8 +129,8 @@ class _Matcher(GrammarMatcher):
         return xgrammar.BatchGrammarMatcher.batch_accept_token(_inner(matchers), list(tokens))
 
     @staticmethod
-    def fill_all(matchers: Sequence[GrammarMatcher], rows: npt.NDArray[np.int32]) -> None:
-        _BATCH.batch_fill_next_token_bitmask(_inner(matchers), rows)
+    def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+        _BATCH.batch_fill_next_token_bitmask(_inner(matchers), words, list(rows))
 
 
 _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)

@@ -10,7 +10,7 @@ Legend: L layers, E experts, S places, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,14 @@ _SLICE_S = 0.1
 _FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 26
 # Of the time, requests have this many times as much as moves.
 _PAUSE = 3.0
+# Intervals from one look to the next are at most 2 to the power of this.
+_MOST_DOUBLINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceSettings:
-    """threshold: experts move when balancedness is below; 0: never. interval_s: from one look at it to the next."""
+    """threshold: experts move when balancedness is below; 0: never. interval_s: from one look at it to the next, twice
+    as long after each at which experts moved, until one finds no need."""
 
     threshold: float = 0.8
     interval_s: float = 60.0
@@ -83,20 +86,27 @@ class ExpertBalancer:
     _num_changes: int = 0
     _epoch: int = 0
     _next_look_s: float | None = None
+    _num_doublings: int = 0
     _not_before_s: float = 0.0
     _pause_s: float = 0.0
     _tried: set[int] = field(default_factory=set)
+    _has_moved: bool = False
+    """Some layer of those tried has."""
     _bytes_per_s: float = 0.0
 
     def begin_epoch(self, epoch: int, experts: SharedExperts | None, ops: frozenset[str]) -> None:
         """Starts from the placement that the group has; loads are kept where the model is the same."""
-        former, self._experts, self._epoch = self._experts, experts, epoch
+        if self._tried:
+            # The group may have died of its moves: the same ones at once would be its end again.
+            self._end_look()
+        self._experts, self._epoch = experts, epoch
         self._change = self._sent = None
-        self._tried.clear()
         can_move = {"move_experts", "place_experts"} <= ops
         self.is_on = experts is not None and can_move and self.settings.threshold > 0
-        if experts is not None and (former is None or former.experts_LS.shape != experts.experts_LS.shape):
-            self._loads_LE = np.zeros((experts.num_layers, experts.num_experts))
+        if experts is not None:
+            shape = (experts.num_layers, experts.num_experts)
+            if self._loads_LE is None or self._loads_LE.shape != shape:
+                self._loads_LE = np.zeros(shape)
 
     def processed(self, result: StepResult) -> None:
         """A result came. Raises PROTOCOL_VIOLATION for loads of another number of experts."""
@@ -135,24 +145,33 @@ class ExpertBalancer:
     def _find_change(self, now: float) -> bool:
         """Looks for a layer that a change would help; False: for now there is none."""
         if self._next_look_s is None:
-            self._next_look_s = now + self.settings.interval_s
+            self._next_look_s = now + self.settings.interval_s * 2**self._num_doublings
         if now < self._next_look_s:
             return False
         experts, loads_LE = self._experts, self._loads_LE
         assert experts is not None and loads_LE is not None
-        if self.balancedness() < self.settings.threshold:
-            for layer in self._worst_layers(experts, loads_LE):
-                self._tried.add(layer)
-                moves = _moves_of(experts, layer, loads_LE[layer])
-                if moves:
-                    self._num_changes += 1
-                    self._change = _Change(f"{self._epoch}.{self._num_changes}", layer, moves)
-                    return True
-            if len(self._tried) < experts.num_layers and self._worst_layers(experts, loads_LE):
-                return False  # The others in the next call.
-        self._tried.clear()
-        self._next_look_s = now + self.settings.interval_s
+        is_balanced = self.balancedness() >= self.settings.threshold
+        layers = [] if is_balanced else self._worst_layers(experts, loads_LE)
+        for layer in layers:
+            self._tried.add(layer)
+            moves = _moves_of(experts, layer, loads_LE[layer])
+            if moves:
+                self._num_changes += 1
+                self._has_moved = True
+                self._change = _Change(f"{self._epoch}.{self._num_changes}", layer, moves)
+                return True
+        if not layers:  # Otherwise the others are for the next call.
+            if is_balanced and not self._has_moved:
+                self._num_doublings = 0
+            self._end_look()
         return False
+
+    def _end_look(self) -> None:
+        """The next one is an interval away. Moves double it: loads that cannot be balanced would be moved for ever."""
+        if self._has_moved:
+            self._num_doublings = min(self._num_doublings + 1, _MOST_DOUBLINGS)
+        self._has_moved, self._next_look_s = False, None
+        self._tried.clear()
 
     def _worst_layers(self, experts: SharedExperts, loads_LE: _FloatArray) -> list[int]:
         """The next few, those in which a rank has most beyond the mean first."""
@@ -203,13 +222,7 @@ class ExpertBalancer:
         experts_S = experts.experts_LS[change.layer]
         for move in change.moves:
             experts_LS[change.layer, move.target] = experts_S[move.source]
-        self._experts = SharedExperts(
-            num_ranks=experts.num_ranks,
-            num_experts=experts.num_experts,
-            expert_bytes=experts.expert_bytes,
-            version=experts.version + 1,
-            experts_LS=experts_LS,
-        )
+        self._experts = replace(experts, version=experts.version + 1, experts_LS=experts_LS)
         self._change = None
         self.num_placed += 1
 

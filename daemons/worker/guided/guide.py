@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,39 +20,15 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
+from radixmesh.daemons.worker.guided.mask_memory import HostSink, MaskMemory, MaskSink
 
 BoolArray = npt.NDArray[np.bool_]
 
 SLOW_S = 0.005
-"""An output whose last mask took longer is for the slow threads, and nobody waits for its next one."""
+"""An output whose last mask took a thread more CPU time is for the slow threads, and nobody waits for its next one.
+
+CPU time, as waiting for the interpreter's lock or for a core would make every output of a busy worker a slow one."""
 _REPLAY_S = 0.05  # Going over a resumed output on a thread that others wait for; ambiguous grammars need minutes.
-
-
-class MaskSink(ABC):
-    """Memory of one output's masks that a device reads. One thread at a time."""
-
-    words: MaskWords
-
-    @abstractmethod
-    def publish(self, position: int) -> None:
-        """`words` hold the mask of the token at `position` of prompt and output."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """The output has ended, and nothing is written any more."""
-
-
-class HostSink(MaskSink):
-    """Masks that the step thread itself reads."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.words = np.zeros(-(-vocab_size // 32), np.int32)
-
-    def publish(self, position: int) -> None:
-        return
-
-    def release(self) -> None:
-        return
 
 
 class Guide:
@@ -87,7 +62,10 @@ class Guide:
         # run() is called for it in any case.
         self._is_busy = True
         self._is_closed = False
-        self._idle = threading.Event()
+        self._is_over = False
+        self._waiter: threading.Event | None = None
+        self.alone_s = 0.0
+        """CPU seconds, at most SLOW_S, of the last mask that it had a call of its own for; 0: has had none."""
         self.is_slow = False
         self.is_suspect = False
         """A call that filled its last mask beside others' was slow: its next one is timed alone."""
@@ -101,17 +79,20 @@ class Guide:
     @property
     def is_ready(self) -> bool:
         """The mask of the next token is there."""
-        return self._idle.is_set() and self.error is None
+        return not self._is_busy and self.error is None
 
     def wait(self, seconds: float) -> bool:
         """Waits at most so long until it is ready, or failed; True if it is."""
-        return self._idle.wait(max(seconds, 0.0))
+        with self._lock:
+            if not self._is_busy:
+                return True
+            self._waiter = waiter = threading.Event()
+        return waiter.wait(max(seconds, 0.0))
 
     def push(self, tokens: Sequence[int]) -> bool:
         """Tokens were sampled. True if run() has to be called; else it runs already, and takes them too."""
         with self._lock:
             self._pending += tokens
-            self._idle.clear()
             was_busy, self._is_busy = self._is_busy, True
         return not was_busy
 
@@ -132,17 +113,20 @@ class Guide:
             with self._lock:
                 tokens, self._pending = self._pending, []
                 is_closed = self._is_closed
-            began = time.perf_counter()
+            began: float | None = None
             if not is_closed and self.error is None:
                 try:
                     if not self._is_at_the_end():
                         # No tokens are lost: none is sampled before the first mask.
                         self.is_slow = True
                         return True
+                    # Reading a grammar, once, says nothing of its masks.
+                    began = time.thread_time()
                     self._advance(tokens)
                 except Exception as error:
                     self._fail(error)
-            self.is_slow, self.is_suspect = time.perf_counter() - began > SLOW_S, False
+            took_s = 0.0 if began is None else time.thread_time() - began
+            self.alone_s, self.is_slow, self.is_suspect = min(took_s, SLOW_S), took_s > SLOW_S, False
             if self._has_rested():
                 return False
 
@@ -167,24 +151,34 @@ class Guide:
         """The matcher and the token that it is to go over, for `run_together`; None where `run` has to be called."""
         with self._lock:
             if (
-                self._matcher is None
-                or len(self._pending) != 1
-                or self._num_replayed < len(self._output_ids)
-                or self._is_closed
-                or self.error is not None
+                len(self._pending) != 1
+                or self._matcher is None
                 or self.is_slow
                 or self.is_suspect
-                or self._matcher.is_over
+                or self._is_over
+                or self._is_closed
+                or self.error is not None
+                or self._num_replayed < len(self._output_ids)
             ):
                 return None
             return self._matcher, self._pending.pop()
 
-    def finish_one(self, words: MaskWords | None, error: Exception | None, *, is_suspect: bool) -> bool:
+    def place(self) -> tuple[MaskMemory | None, int, int]:
+        """Behind take_one(): the memory, its row and the position of the mask behind that token."""
+        return self._sink.memory, self._sink.row, self._position + 1
+
+    def finish_one(
+        self, words: MaskWords | None, error: Exception | None, *, is_suspect: bool, is_published: bool = False
+    ) -> bool:
         """Behind take_one(): the matcher went over the token. words: the mask behind it; None: the output is over.
+        is_published: the mask is where it belongs, and its position too.
 
         True if more tokens came meanwhile, and run() has to be called."""
         self._position += 1
         self.is_suspect = is_suspect
+        if is_published:
+            self._forced, self._masks = (), []
+            return not self._has_rested()
         try:
             if error is not None:
                 raise error
@@ -208,8 +202,9 @@ class Guide:
             if self._pending and not self._is_closed:
                 return False
             self._is_busy = False
-            is_closed = self._is_closed
-            self._idle.set()
+            is_closed, waiter, self._waiter = self._is_closed, self._waiter, None
+        if waiter is not None:
+            waiter.set()
         if is_closed:
             self._sink.release()
         return True
@@ -230,7 +225,7 @@ class Guide:
     def _publish(self, *, is_over: bool) -> None:
         """The sink's words are the mask of the next token, unless the output is over."""
         assert self._matcher is not None
-        self._forced, self._masks = (), []
+        self._forced, self._masks, self._is_over = (), [], is_over
         if is_over:
             self._sink.words[:] = -1
             self._masks = [None]

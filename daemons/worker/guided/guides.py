@@ -9,8 +9,9 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
+from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
+from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.runner import SampleInput
 
 

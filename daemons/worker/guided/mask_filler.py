@@ -12,8 +12,11 @@ from queue import SimpleQueue
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.shared_calls import run_together
 
-_GROUP = 8  # Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once.
-_MAX_THREADS = 8
+# Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a
+# few times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
+_MIN_GROUP, _MAX_GROUP = 8, 32
+_MIN_THREADS, _MAX_THREADS = 2, 8
+_OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
@@ -25,7 +28,7 @@ class MaskFiller:
     output that follows a grammar."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._num_threads = num_threads or max(_MIN_THREADS, min(_MAX_THREADS, (os.cpu_count() or 1) - _OTHER_CORES))
         self._quick: SimpleQueue[Sequence[Guide]] = SimpleQueue()
         self._slow: SimpleQueue[Sequence[Guide]] = SimpleQueue()
         self._has_started = False
@@ -44,8 +47,9 @@ class MaskFiller:
         if not self._has_started:
             self._start()
         quick = [guide for guide in guides if not guide.is_slow]
-        for start in range(0, len(quick), _GROUP):
-            self._quick.put(quick[start : start + _GROUP])
+        size = min(_MAX_GROUP, max(_MIN_GROUP, -(-len(quick) // self._num_threads)))
+        for start in range(0, len(quick), size):
+            self._quick.put(quick[start : start + size])
         for guide in guides:
             if guide.is_slow:
                 self._slow.put([guide])

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from radixmesh.daemons.runtime.guided.backend import GrammarMatcher
+from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide, stuck
+from radixmesh.daemons.worker.guided.mask_memory import MaskMemory
+
+_HEAD_WORDS = 64
 
 
 def run_together(guides: Sequence[Guide]) -> list[Guide]:
@@ -35,29 +38,72 @@ def run_together(guides: Sequence[Guide]) -> list[Guide]:
 
 def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[Guide]:
     """Returns outputs whose next tokens have come meanwhile."""
-    began = time.perf_counter()
+    began = time.thread_time()
+    guides = [guide for guide, _, _ in taken]
     matchers = [matcher for _, matcher, _ in taken]
     errors: list[Exception | None] = [None] * len(taken)
     try:
         for index, is_accepted in enumerate(matchers[0].accept_all(matchers, [token for _, _, token in taken])):
-            errors[index] = None if is_accepted else stuck()
+            if not is_accepted:
+                errors[index] = stuck()
     except Exception as error:  # Matchers may be anywhere now: none of them goes on.
         errors = [error] * len(taken)
     chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
-    rows = np.empty((len(chosen), taken[0][0].num_words), np.int32)
+    places = [guides[index].place() for index in chosen]
+    memory = places[0][0] if places else None
+    is_direct = memory is not None and all(place[0] is memory for place in places)
+    if memory is not None and is_direct:
+        words, rows = memory.all_words, [row for _, row, _ in places]
+    else:
+        words, rows = np.empty((len(chosen), guides[0].num_words), np.int32), list(range(len(chosen)))
+    if chosen:
+        _fill_together(matchers, chosen, words, rows, errors)
+    took_s = time.thread_time() - began
+    is_suspect = took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides)
+    published: set[int] = set()
+    if memory is not None and is_direct:
+        published = _publish_together(memory, chosen, places, errors)
+    masks = dict(zip(chosen, rows, strict=True))
+    again: list[Guide] = []
+    for index, guide in enumerate(guides):
+        row = masks.get(index)
+        mask = None if row is None or index in published else words[row]
+        if guide.finish_one(mask, errors[index], is_suspect=is_suspect, is_published=index in published):
+            again.append(guide)
+    return again
+
+
+def _fill_together(
+    matchers: Sequence[GrammarMatcher],
+    chosen: Sequence[int],
+    words: MaskWords,
+    rows: Sequence[int],
+    errors: list[Exception | None],
+) -> None:
+    """Masks of the chosen matchers into these rows of `words`, an error where there is none."""
     try:
-        if chosen:
-            matchers[0].fill_all([matchers[index] for index in chosen], rows)
+        matchers[0].fill_all([matchers[index] for index in chosen], words, rows)
     except Exception:  # One output's: its own call tells which one's.
-        for index, words in zip(chosen, rows, strict=True):
+        for index, row in zip(chosen, rows, strict=True):
             try:
-                matchers[index].fill(words)
+                matchers[index].fill(words[row])
             except Exception as error:
                 errors[index] = error
-    masks = dict(zip(chosen, rows, strict=True))
-    is_suspect = time.perf_counter() - began > SLOW_S
-    ended = [
-        guide.finish_one(masks.get(index), errors[index], is_suspect=is_suspect)
-        for index, (guide, _, _) in enumerate(taken)
+
+
+def _publish_together(
+    memory: MaskMemory,
+    chosen: Sequence[int],
+    places: Sequence[tuple[MaskMemory | None, int, int]],
+    errors: Sequence[Exception | None],
+) -> set[int]:
+    """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
+    # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
+    heads: MaskWords = np.bitwise_or.reduce(memory.all_words[[row for _, row, _ in places], :_HEAD_WORDS], axis=1)
+    good = [
+        (index, row, position)
+        for index, (_, row, position), is_allowing in zip(chosen, places, heads.tolist(), strict=True)
+        if is_allowing and errors[index] is None
     ]
-    return [guide for (guide, _, _), is_again in zip(taken, ended, strict=True) if is_again]
+    memory.publish([row for _, row, _ in good], [position for _, _, position in good])
+    return {index for index, _, _ in good}

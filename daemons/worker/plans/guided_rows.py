@@ -116,8 +116,9 @@ def sampled_tokens(
         if segment.sample is not None and is_same(row.slot, row.generation):
             sampled.append((row.slot, got.tokens))
     if tokens is not None and batch.is_certain is not None:
-        for index in np.flatnonzero(~batch.is_certain & (tokens >= 0)).tolist():
-            slot = int(batch.rows.slots[index])
-            if is_same(slot, int(batch.row_generations[index])):
-                sampled.append((slot, (int(tokens[index]),)))
+        slots = batch.rows.slots
+        is_occupant = table.is_occupied[slots] & (table.generations[slots] == batch.row_generations)
+        chosen = ~batch.is_certain & (tokens >= 0) & is_occupant
+        pairs = zip(slots[chosen].tolist(), tokens[chosen].tolist(), strict=True)
+        sampled += [(slot, (token,)) for slot, token in pairs]
     return sampled

@@ -23,7 +23,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import MaskWords
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.guided.guide import MaskSink
+from radixmesh.daemons.worker.guided.mask_memory import MaskMemory, MaskSink
 from radixmesh.kernels.sampling.masks import (
     NO_LENGTH,
     NO_MASK,
@@ -37,7 +37,7 @@ from radixmesh.kernels.sampling.masks import (
 from radixmesh.kernels.sampling.sample import TokenTarget
 
 
-class SlotMasks:
+class SlotMasks(MaskMemory):
     """A row of host memory for each slot, and as many for outputs that have left while a thread was at their mask."""
 
     def __init__(self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int) -> None:
@@ -47,7 +47,7 @@ class SlotMasks:
         self._host = HostMasks(
             words_MW=device.host_ints(num_masks, -(-vocab_size // 32)), positions_M=device.host_ints(num_masks)
         )
-        self._words: MaskWords = self._host.words_MW.numpy()
+        self.all_words: MaskWords = self._host.words_MW.numpy()
         self._positions: IntArray = self._host.positions_M.numpy()
         self._free = list(range(num_masks - 1, -1, -1))
         self._lock = threading.Lock()
@@ -124,29 +124,25 @@ class SlotMasks:
         self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
         self.settle(dummy, zero, target, tokens_SL)
 
-    def write(self, row: int, position: int) -> None:
-        """The mask of `row` is that of `position`; its words are written."""
-        self._positions[row] = position
+    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        self._positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
             self._free.append(row)
 
-    def words(self, row: int) -> MaskWords:
-        words: MaskWords = self._words[row]
-        return words
-
 
 class _Row(MaskSink):
     def __init__(self, masks: SlotMasks, row: int) -> None:
-        self._masks, self._row = masks, row
-        self.words = masks.words(row)
+        self.memory = self._masks = masks
+        self.row = row
+        self.words = masks.all_words[row]
 
     def publish(self, position: int) -> None:
-        self._masks.write(self._row, position)
+        self._masks.publish([self.row], [position])
 
     def release(self) -> None:
-        self._masks.release(self._row)
+        self._masks.release(self.row)
 
 
 def yielded(tokens: Sequence[int] | IntArray) -> tuple[IntArray, IntArray]:

@@ -1,0 +1,199 @@
+"""CPU time of a worker's mask threads for each guided token, without a model: 256 rows of one JSON schema.
+
+    python bench/guided_threads.py > bench/results/guided-threads.json
+
+Texts are written at random beforehand. Each step gives every row its next token, as a step of the device does, and
+waits until all masks are published in the memory that a device reads. Microseconds of CPU a token, by part: the step
+thread's call (follow), the library's accepts and fills, all else of the mask threads (python). wall_ms: of one step,
+whose first 2 ms the step thread computes in Python. waits_a_step: times that a mask thread waited for work or for the
+interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
+
+from gpu.guided import _PERSON, array_of  # noqa: E402
+from gpu.guided_vocabulary import write_vocabulary  # noqa: E402
+from support.conformance.vocabularies import vocabulary_of  # noqa: E402
+
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarMatcher, load_backend  # noqa: E402
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  # noqa: E402
+from radixmesh.daemons.runtime.sampling import Sampling  # noqa: E402
+from radixmesh.daemons.runtime.steps.step import Admit  # noqa: E402
+from radixmesh.daemons.worker.cuda.device import HostDevice  # noqa: E402
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks  # noqa: E402
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore  # noqa: E402
+from radixmesh.daemons.worker.guided.guides import SlotGuides  # noqa: E402
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller  # noqa: E402
+
+_PROMPT = np.ones(1, np.int32)
+_TIMEOUT_S = 60.0
+_STEP_THREAD_S = 0.002  # Python of a step thread that holds the interpreter's lock behind each result.
+
+
+def random_text(grammar: CompiledGrammar, num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Any allowed token is as likely, as from a model whose weights are random."""
+    rng, matcher, tokens = np.random.default_rng(seed), grammar.matcher(), []
+    words = np.zeros(-(-vocab_size // 32), np.int32)
+    for _ in range(num_tokens):
+        matcher.fill(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+        tokens.append(int(rng.choice(np.flatnonzero(bits))))
+        assert matcher.accept(tokens[-1])
+    return tokens
+
+
+class Parts:
+    """CPU seconds of the library's calls on whatever thread made them."""
+
+    def __init__(self, matcher_class: type[GrammarMatcher]) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        for name, part in (("accept", "accept"), ("accept_all", "accept"), ("fill", "fill"), ("fill_all", "fill")):
+            is_static = name.endswith("_all")
+            timed = self._timed(getattr(matcher_class, name), part)
+            setattr(matcher_class, name, staticmethod(timed) if is_static else timed)
+
+    def _timed(self, call: Callable[..., object], part: str) -> Callable[..., object]:
+        def timed(*args: object) -> object:
+            since_s = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self.seconds[part] += time.thread_time() - since_s
+                self.calls[part] += 1
+
+        return timed
+
+
+def measured(
+    num_rows: int, num_tokens: int, vocab_size: int, texts: Path | None, num_threads: int | None
+) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": vocab_size - 1}))
+        write_vocabulary(folder, vocab_size)
+        vocabulary = vocabulary_of(folder)
+    backend = load_backend("xgrammar", vocabulary)
+    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, num_tokens)))
+    grammar = backend.load(artefact)
+    if texts is not None and texts.exists():
+        tokens = np.load(texts)
+    else:
+        texts_of_rows = [random_text(grammar, num_tokens, vocabulary.vocab_size, row) for row in range(num_rows)]
+        tokens = np.array(texts_of_rows, np.int32)
+        if texts is not None:
+            np.save(texts, tokens)
+    parts = Parts(type(grammar.matcher()))
+    store = GrammarStore(backend.format, lambda: backend)
+    masks = SlotMasks(HostDevice(), num_slots=num_rows, max_rows=num_rows, vocab_size=vocabulary.vocab_size)
+    guides = SlotGuides(vocabulary.vocab_size)
+    guides._filler = MaskFiller(num_threads)
+    for slot in range(num_rows):
+        admit = _admit(slot)
+        guides.admitted(admit, artefact, store, masks.sink(admit))
+    rows = [masks._admitting[slot] for slot in range(num_rows)]
+    _until_published(masks, rows, 1)
+    # The first tokens find the guides as their grammar's loading left them.
+    warm = min(8, tokens.shape[1] // 4)
+    follow_s = wall_s = 0.0
+    threads_s, switches = _thread_seconds(), 0
+    for step in range(tokens.shape[1]):
+        if step == warm:
+            parts.seconds.clear()
+            parts.calls.clear()
+            switches = _thread_switches()
+            threads_s, follow_s, wall_s = _thread_seconds(), 0.0, 0.0
+        of_step = [(slot, (token,)) for slot, token in enumerate(tokens[:, step].tolist())]
+        since_s, cpu_s = time.perf_counter(), time.thread_time()
+        guides.follow(of_step)
+        follow_s += time.thread_time() - cpu_s
+        spin_until_s = time.perf_counter() + _STEP_THREAD_S
+        while time.perf_counter() < spin_until_s:
+            pass
+        _until_published(masks, rows, 2 + step)
+        wall_s += time.perf_counter() - since_s
+    num_steps = tokens.shape[1] - warm
+    per_token = 1e6 / (num_steps * num_rows)
+    mask_s = _thread_seconds() - threads_s
+    library_s = parts.seconds["accept"] + parts.seconds["fill"]
+    return {
+        "follow_us": round(follow_s * per_token, 2),
+        "accept_us": round(parts.seconds["accept"] * per_token, 2),
+        "fill_us": round(parts.seconds["fill"] * per_token, 2),
+        "python_us": round((mask_s - library_s) * per_token, 2),
+        "calls_a_step": round(sum(parts.calls.values()) / num_steps, 1),
+        "waits_a_step": round((_thread_switches() - switches) / num_steps, 1),
+        "wall_ms": round(wall_s / num_steps * 1e3, 2),
+        "errors": sum(1 for _ in guides.errors()),
+    }
+
+
+def _admit(slot: int) -> Admit:
+    return Admit(
+        slot=slot,
+        generation=1,
+        request_id=str(slot),
+        prompt_ids=_PROMPT,
+        max_total_len=1 << 20,
+        sampling=Sampling(),
+        grammar_hash="one",
+    )
+
+
+def _until_published(masks: SlotMasks, rows: Sequence[int], position: int) -> None:
+    ends_s = time.monotonic() + _TIMEOUT_S
+    while (masks._positions[rows] != position).any():
+        assert time.monotonic() < ends_s, "masks are missing"
+        time.sleep(0.0005)
+
+
+def _thread_seconds() -> float:
+    """CPU seconds of the mask threads so far."""
+    total_ns = 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("masks-"):
+            total_ns += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+    return total_ns * 1e-9
+
+
+def _thread_switches() -> int:
+    """Times that a mask thread waited for something: work, or the interpreter's lock."""
+    total = 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("masks-"):
+            text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            total += int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--texts", type=Path, default=None, help="a file that keeps the random texts for another run")
+    parser.add_argument("--threads", type=int, default=None, help="quick mask threads; as many as a worker takes here")
+    args = parser.parse_args()
+    result = measured(args.rows, args.tokens, args.vocabulary, args.texts, args.threads)
+    about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    print(json.dumps({**about, **result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

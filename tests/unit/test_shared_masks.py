@@ -1,0 +1,145 @@
+"""Outputs that go on in one step share the library's calls; time that nobody computes makes none of them a slow one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.grammars import AnyText, AnyTextBackend
+
+from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
+from radixmesh.daemons.worker.guided.shared_calls import run_together
+
+VOCAB_SIZE = 8192
+
+
+class Counted(AnyText):
+    """Allows the last token that came and id 8000. Every call is noted; waiting and computing take their seconds."""
+
+    def __init__(self, calls: list[int], wait_s: float = 0.0, compute_s: float = 0.0) -> None:
+        self.calls, self.wait_s, self.compute_s = calls, wait_s, compute_s
+        self.token = 0
+        self.is_empty = False
+
+    def accept(self, token: int) -> bool:
+        self.token = token
+        return True
+
+    def fill(self, words: MaskWords) -> None:
+        self.calls.append(1)
+        self._fill(words)
+
+    def _fill(self, words: MaskWords) -> None:
+        time.sleep(self.wait_s)
+        ends_s = time.thread_time() + self.compute_s
+        while time.thread_time() < ends_s:
+            pass
+        words[:] = 0
+        if not self.is_empty:
+            for token in (self.token, 8000):
+                words[token // 32] |= 1 << (token % 32)
+
+    @staticmethod
+    def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+        for number, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
+            assert isinstance(matcher, Counted)
+            if not number:
+                matcher.calls.append(len(matchers))
+            matcher._fill(words[row])
+
+
+def _guide(matcher: Counted) -> Guide:
+    guide = Guide(lambda: (matcher, AnyTextBackend.tokens), VOCAB_SIZE, position=1, output_ids=np.zeros(0, np.int32))
+    guide.run()
+    return guide
+
+
+def _run(guides: Sequence[Guide]) -> None:
+    for guide in guides:
+        assert guide.push([3])
+    assert not run_together(guides)
+
+
+def test_waiting_makes_no_output_slow_and_calls_stay_shared() -> None:
+    calls: list[int] = []
+    guides = [_guide(Counted(calls, wait_s=2 * SLOW_S)) for _ in range(8)]
+    calls.clear()
+    for _ in range(3):
+        _run(guides)
+    assert calls == [8, 8, 8]
+    assert not any(guide.is_slow or guide.is_suspect for guide in guides)
+
+
+def test_an_output_that_computes_long_is_found_among_others() -> None:
+    calls: list[int] = []
+    matchers = [Counted(calls) for _ in range(8)]
+    guides = [_guide(matcher) for matcher in matchers]
+    matchers[5].compute_s = 10 * SLOW_S
+    _run(guides)
+    assert all(guide.is_suspect for guide in guides)
+    _run(guides)
+    assert [index for index, guide in enumerate(guides) if guide.is_slow] == [5]
+
+
+def test_heavy_masks_that_are_none_of_them_slow_stay_together() -> None:
+    calls: list[int] = []
+    guides = [_guide(Counted(calls, compute_s=SLOW_S / 4)) for _ in range(16)]
+    assert not any(guide.is_slow for guide in guides)
+    calls.clear()
+    for _ in range(3):
+        _run(guides)
+    assert calls == [16, 16, 16]
+
+
+def _in_slot(slot: int) -> Admit:
+    ids = np.ones(1, np.int32)
+    return Admit(slot=slot, generation=1, request_id=str(slot), prompt_ids=ids, max_total_len=64, sampling=Sampling())
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> None:
+    """A few calls a step; a mask without a token ends its own output, whose position is not told."""
+    pytest.importorskip("torch")
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+
+    calls: list[int] = []
+    num = 24
+    masks = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE)
+    matchers = [Counted(calls) for _ in range(num)]
+    sinks = [masks.sink(_in_slot(slot)) for slot in range(num)]
+    guides = [
+        Guide(
+            lambda matcher=matcher: (matcher, AnyTextBackend.tokens),  # type: ignore[misc]
+            VOCAB_SIZE,
+            position=1,
+            output_ids=np.zeros(0, np.int32),
+            sink=sink,
+        )
+        for matcher, sink in zip(matchers, sinks, strict=True)
+    ]
+    filler = MaskFiller(num_threads)
+    for guide in guides:
+        filler.begin(guide)
+    assert all(guide.wait(60) for guide in guides)
+    calls.clear()
+    matchers[7].is_empty = True
+    filler.follow([(guide, (100 + slot,)) for slot, guide in enumerate(guides)])
+    assert all(guide.wait(60) for guide in guides)
+    assert calls == num_threads * [num // num_threads]
+    assert [slot for slot, guide in enumerate(guides) if guide.error is not None] == [7]
+    for slot, sink in enumerate(sinks):
+        bits = np.flatnonzero(np.unpackbits(sink.words.view(np.uint8), bitorder="little"))
+        assert bits.tolist() == ([] if slot == 7 else [100 + slot, 8000])
+        assert masks.all_words[sink.row] is not None and masks._positions[sink.row] == (1 if slot == 7 else 2)
+    # The lowest id of a mask may be far behind the first words.
+    filler.follow([(guide, (7000,)) for guide in guides])
+    assert all(guide.wait(60) for guide in guides)
+    assert [int(masks._positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
