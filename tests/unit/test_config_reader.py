@@ -12,7 +12,7 @@ from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 FILE = Path("config.json")
 
 
-@pytest.mark.parametrize("value", [True, False, 0, -1, 1.0, 2.5, "3", [4], {"a": 1}])
+@pytest.mark.parametrize("value", [True, False, 0, -1, 1.0, 2.5, "3", [4], {"a": 1}, 1 << 31, 10**30])
 def test_a_count_is_a_whole_number_from_one_on(value: object) -> None:
     reader = ConfigReader(FILE, {"num_layers": value}, "text.")  # type: ignore[dict-item]
     with pytest.raises(MeshError, match=r"text\.num_layers") as caught:
@@ -30,7 +30,15 @@ def test_bounds_and_defaults_are_the_callers() -> None:
         reader.integer("absent")
 
 
-@pytest.mark.parametrize("value", [True, "1", -0.5, float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("value", [True, "1", -0.5, float("nan"), float("inf"), [1.0], 1e39, pytest.param(10**400, id="10**400")])
 def test_a_measure_is_a_number_above_zero(value: object) -> None:
     with pytest.raises(MeshError, match="eps"):
         ConfigReader(FILE, {"eps": value}).number("eps")  # type: ignore[dict-item]
+
+
+def test_lists_have_the_same_bounds() -> None:
+    reader = ConfigReader(FILE, {"ids": [1, 1 << 31], "factors": [1.0, 10**400]})
+    with pytest.raises(MeshError, match="ids"):
+        reader.integers("ids")
+    with pytest.raises(MeshError, match="factors"):
+        reader.numbers("factors", 2)

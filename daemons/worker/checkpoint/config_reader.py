@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import Json, read_json_object
+
+# Sizes and counts fit in int32, as kernels take them; other numbers in float32.
+_MOST, _MOST_NUMBER = 2**31 - 1, 3e38
 
 
 class ConfigReader:
@@ -37,18 +39,18 @@ class ConfigReader:
         return key in self._values and self._values[key] is None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """A whole number >= low."""
+        """A whole number >= low that fits in int32."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self.error(key, f"a whole number >= {low}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= _MOST:
+            raise self.error(key, f"a whole number >= {low} and < 2^31")
         return value
 
     def number(self, key: str, default: float | None = None, *, can_be_zero: bool = False) -> float:
-        """A finite number > 0, or >= 0."""
+        """A number > 0, or >= 0, that fits in float32."""
         value = self._get(key, default)
         is_zero = can_be_zero and value == 0
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < math.inf or is_zero):
-            raise self.error(key, f"a number {'>=' if can_be_zero else '>'} 0")
+        if isinstance(value, bool) or not (_is_positive(value) or is_zero):
+            raise self.error(key, f"a number {'>=' if can_be_zero else '>'} 0 and < {_MOST_NUMBER:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
@@ -70,16 +72,16 @@ class ConfigReader:
         return tuple(value)
 
     def integers(self, key: str, *, low: int = 1) -> tuple[int, ...]:
-        """A list of whole numbers >= low; empty if absent."""
+        """A list of whole numbers >= low that fit in int32; empty if absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
             raise self.error(key, "a list of whole numbers")
-        if any(n < low for n in value):
-            raise self.error(key, f"a list of whole numbers >= {low}")
+        if not all(low <= n <= _MOST for n in value):
+            raise self.error(key, f"a list of whole numbers >= {low} and < 2^31")
         return tuple(value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of that many finite numbers > 0."""
+        """A list of that many numbers > 0 that fit in float32."""
         value = self._get(key, None)
         if not isinstance(value, list) or len(value) != length or not all(_is_positive(n) for n in value):
             raise self.error(key, f"a list of {length} numbers > 0")
@@ -129,7 +131,7 @@ class ConfigReader:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER
 
 
 def bad_checkpoint(file: Path, what: str, tensor: str = "") -> MeshError:
