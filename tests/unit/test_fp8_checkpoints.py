@@ -129,11 +129,12 @@ def test_scales_of_a_weight_that_is_not_fp8_have_no_place(tmp_path: Path) -> Non
     assert _error(folder).metadata["tensor"] == f"{_O}_scale"
 
 
-def test_fp8_that_is_no_matrix_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scales", [torch.ones(48), torch.tensor(2.0)], ids=["channel", "tensor"])
+def test_fp8_that_is_no_matrix_is_named(scales: torch.Tensor, tmp_path: Path) -> None:
     folder = _random_folder(tmp_path, Form.TENSOR)
     name = "model.norm.weight"
-    edit(folder, {name: torch.ones(48).to(FP8), f"{name}_scale": torch.ones(48)})
-    assert _error(folder).metadata["tensor"] == f"{name}_scale"
+    edit(folder, {name: torch.ones(48).to(FP8), f"{name}_scale": scales})
+    assert _error(folder).metadata["tensor"] == name
 
 
 _GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"},

@@ -100,6 +100,9 @@ def _scales_of(
     if quantization.keeps(name.removesuffix(".weight")):
         what = f"holds tensor {name!r} as {_FP8}, which config.json's quantization_config says is not quantised"
         raise bad_checkpoint(entry.file, what, name)
+    if len(entry.shape) != 2:
+        what = f"holds tensor {name!r} of shape {list(entry.shape)} as {_FP8}: only matrices may be, also of experts"
+        raise bad_checkpoint(entry.file, what, name)
     scales = next((name + suffix for suffix in _SUFFIXES if name + suffix in entries), None)
     if scales is None:
         raise bad_checkpoint(folder, f"lacks tensor '{name}_scale' (or _scale_inv), the scales of an FP8 weight", name)
@@ -115,9 +118,7 @@ def _scales_of(
 
 
 def _scale_shapes(shape: tuple[int, ...], form: Fp8Form) -> tuple[tuple[int, ...], ...]:
-    """Those that may be there; only matrices are FP8."""
-    if len(shape) != 2:
-        return ((),)
+    """Those that may be there, of a matrix."""
     if form is Fp8Form.BLOCK:
         return ((-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)),)
     return ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
