@@ -30,7 +30,9 @@ def test_bounds_and_defaults_are_the_callers() -> None:
         reader.integer("absent")
 
 
-@pytest.mark.parametrize("value", [True, "1", -0.5, float("nan"), float("inf"), [1.0], 1e39, pytest.param(10**400, id="10**400")])
+@pytest.mark.parametrize(
+    "value", [True, "1", -0.5, float("nan"), float("inf"), [1.0], 1e39, pytest.param(10**400, id="10**400")]
+)
 def test_a_measure_is_a_number_above_zero(value: object) -> None:
     with pytest.raises(MeshError, match="eps"):
         ConfigReader(FILE, {"eps": value}).number("eps")  # type: ignore[dict-item]
