@@ -49,7 +49,7 @@ class ConfigReader:
         """A number > 0, or >= 0, that fits in float32."""
         value = self._get(key, default)
         is_zero = can_be_zero and value == 0
-        if isinstance(value, bool) or not (_is_positive(value) or is_zero):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < _MOST_NUMBER or is_zero):
             raise self.error(key, f"a number {'>=' if can_be_zero else '>'} 0 and < {_MOST_NUMBER:g}")
         return float(value)
 

@@ -95,7 +95,7 @@ class RoutedBlock(Block):
         if experts.swiglu_limit is not None:
             gated = partial(clamped_gated, limit=experts.swiglu_limit, alpha=experts.swiglu_alpha)
         self._routed = routed
-        self.experts = self._experts = RoutedExperts(
+        self.experts = RoutedExperts(
             routed.experts,
             _create_router(experts, routed),
             placement,
@@ -105,10 +105,10 @@ class RoutedBlock(Block):
 
     def finish(self, x_TD: torch.Tensor, o_THd: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         x_TD, normed_TD = batch.tiles.map(self._attended, (x_TD, o_THd))
-        return self._plus(x_TD, self._experts.compute(normed_TD, batch.num_rows, batch.tiles))
+        return self._plus(x_TD, self.experts.compute(normed_TD, batch.num_rows, batch.tiles))
 
     def row_probes(self, hidden: RowInput, heads: RowInput) -> tuple[RowProbe, ...]:
-        return (RowProbe("attended", self._attended, (hidden, heads)), *self._experts.row_probes())
+        return (RowProbe("attended", self._attended, (hidden, heads)), *self.experts.row_probes())
 
     def _attended(self, inputs: Tensors) -> Tensors:
         """(x_TD, o_THd) -> x_TD with the outputs of attention and shared MLP added, and normed rows for the experts."""

@@ -116,20 +116,20 @@ class _MoeBlock:
         self._norm_D = layer.mlp_norm_D
         self._eps = config.norm_eps
         self._shared = mlp.shared
-        self.experts = self._experts = RoutedExperts(mlp.experts, DeepseekRouter(config.router, mlp), placement)
+        self.experts = RoutedExperts(mlp.experts, DeepseekRouter(config.router, mlp), placement)
         self._group = placement.group
 
     def finish(self, x_TD: torch.Tensor, o_THC: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         """Adds the attention's output and the experts."""
         x_TD, normed_TD = batch.tiles.map(self._attended, (x_TD, o_THC))
-        routed_TD = self._experts.compute(normed_TD, batch.num_rows, batch.tiles)
+        routed_TD = self.experts.compute(normed_TD, batch.num_rows, batch.tiles)
         (x_TD,) = batch.tiles.map(self._add_experts, (x_TD, normed_TD, routed_TD))
         return x_TD
 
     def row_probes(self, hidden: RowInput, summed: RowInput) -> list[RowProbe]:
         return [
             RowProbe("attended", self._attended, (hidden, summed)),
-            *self._experts.row_probes(),
+            *self.experts.row_probes(),
             RowProbe("add_experts", self._add_experts, (hidden, hidden, hidden)),
         ]
 
