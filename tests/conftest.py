@@ -51,6 +51,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
             claimed[item.path] = True
         except FileExistsError:
             claimed[item.path] = False
+        else:
+            # The last test's tear-down kept the folder of the test behind it, which was another process's.
+            item.session._setupstate.teardown_exact(item)
     return None if claimed[item.path] else True
 
 

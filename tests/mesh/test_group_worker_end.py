@@ -133,7 +133,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def test_a_step_that_runs_is_answered_before_the_process_ends() -> None:
-    simulated = ("--backend", "simulated", "--simulated-base-us", "1000000", "--dp-size", "2")
+    simulated = ("--backend", "simulated", "--simulated-base-us", "3000000", "--dp-size", "2")
     async with group_worker(*simulated) as worker, WorkerClient(worker.address, "s") as client:
         await fence(client)
         await client.stub.FormGroup(form_request(RankLayout(dp_size=2)), timeout=START_S)
@@ -141,6 +141,8 @@ async def test_a_step_that_runs_is_answered_before_the_process_ends() -> None:
         response = await client.read()
         assert response is not None and response.claimed.epoch == 1
         await client.plan(replace(first_plan(), group_generation=1))
+        # Nothing says that a step has begun; a plan that comes behind the signal is refused.
+        await asyncio.sleep(1.0)
         worker.leave()
         assert (await client.result()).step_id == 1
         with pytest.raises(MeshError, match="the worker leaves"):

@@ -122,6 +122,25 @@ def test_a_process_that_waits_takes_what_is_shared_when_it_is_through(tmp_path: 
     assert sorted(names) == ["computing", "shared"], "the one that computes had no time for it"
 
 
+@pytest.mark.timeout(300)
+def test_files_of_another_process_lie_between_those_of_two_folders(tmp_path: Path) -> None:
+    root, claims = _suite(tmp_path, "def test_it(): pass\n", 0), tmp_path / "claims"
+    files = ["tests/mesh/test_vectors.py", "tests/mesh/test_scheduler_service.py", "tests/unit/test_unit.py"]
+    claims.mkdir()
+    (claims / files[1].replace("/", ".")).touch()
+    environment = {**os.environ, "PYTEST_ADDOPTS": "--import-mode=importlib", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", *files]
+    result = subprocess.run(
+        command,
+        cwd=root,
+        env={**environment, run_tests.CLAIMS: str(claims)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0 and "2 passed" in result.stdout, result.stdout
+
+
 def test_what_is_shared_is_there() -> None:
     assert [name for name in run_tests.SHARED if not (TESTS.parent / name).is_file()] == []
     assert all(name.startswith(run_tests.COMPUTING) for name in run_tests.SHARED)
