@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,12 +26,11 @@ import numpy as np
 import torch
 import triton
 from gpu.mesh import gpu_name
-from gpu.shapes import write_shape
 from gpu.steps import Bench
+from gpu.verify import verifying_runner
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
@@ -126,22 +124,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=200)
     args = parser.parse_args()
-    settings = DeviceSettings(
-        dtype="bfloat16",
-        attention_backend="triton",
-        load_format="dummy",
-        page_size=1,
-        num_pages=None,
-        num_slots=max(args.rows),
-        max_tokens_per_step=2048,
-        max_total_len=8192,
-        mem_fraction=0.75,
-        cuda_graphs=True,
-        use_pdl=True,
-        deterministic=False,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    runner = verifying_runner(args.shape, max(args.rows))
     with torch.inference_mode():
         runner.model._head._w_NK.zero_()
     bench = SpeculationBench(runner, num_slots=max(args.rows))

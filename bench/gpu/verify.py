@@ -32,6 +32,7 @@ from gpu.steps import Bench
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 
@@ -98,21 +99,15 @@ def _admit(slot: int, prompt_len: int, max_total_len: int) -> Admit:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
-    parser.add_argument("--steps", type=int, default=24)
-    args = parser.parse_args()
+def verifying_runner(shape: str, num_slots: int) -> DeviceRunner:
+    """Random weights of that shape, with kernels that take drafts."""
     settings = DeviceSettings(
         dtype="bfloat16",
         attention_backend="triton",
         load_format="dummy",
         page_size=1,
         num_pages=None,
-        num_slots=max(args.rows),
+        num_slots=num_slots,
         max_tokens_per_step=2048,
         max_total_len=8192,
         mem_fraction=0.75,
@@ -121,7 +116,18 @@ def main() -> None:
         deterministic=False,
     )
     with tempfile.TemporaryDirectory() as folder:
-        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+        return load_cuda_runner(write_shape(shape, Path(folder)), settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+    runner = verifying_runner(args.shape, max(args.rows))
     bench = VerifyBench(runner, num_slots=max(args.rows))
     bench.decode(1, 200, 100)
     cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
