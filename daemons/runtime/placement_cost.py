@@ -10,7 +10,8 @@ It counts the time that requests lose by the choice, its own and that of others:
 
 The longest prefix alone would send everything that shares one to the same replica; so it spreads to a second one as
 soon as waiting costs more than computing, and first to one with few outputs. The factors are those that served six
-kinds of load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s of a crowd.
+kinds of load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s
+of a crowd.
 """
 
 from __future__ import annotations
