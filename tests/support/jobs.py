@@ -91,7 +91,7 @@ def recited_ids(name: str, model: str = "tiny-llama") -> list[int]:
 def sampled_recitations() -> list[Job]:
     """Requests whose answers depend on the noise, the penalties, or a stop string."""
     at_one: Options = {"temperature": 1.0, "n": 2, "max_tokens": 160, "ignore_eos": True}
-    # Seeds whose answers stay where weights change by 1e-6 of themselves: a GPU rounds differently in batches of other sizes.
+    # Answers to these seeds stay where weights change by 1e-6 of themselves: a GPU rounds otherwise in other batches.
     return [
         Job(name="sampled.tyger", prompt="The Tyger", options={**at_one, "seed": 11}),
         Job(name="sampled.lorelei", prompt="Lorelei", options={**at_one, "seed": 22, "top_p": 0.95}),
