@@ -63,7 +63,11 @@ class ChunkTokens(NamedTuple):
 @triton.jit(
     do_not_specialize=["num_chunks"],
     do_not_specialize_on_alignment=[
-        "starts_ptr", "shared_starts_ptr", "shared_lens_ptr", "chunk_row_starts_ptr", "chunk_kv_lens_ptr"
+        "starts_ptr",
+        "shared_starts_ptr",
+        "shared_lens_ptr",
+        "chunk_row_starts_ptr",
+        "chunk_kv_lens_ptr",
     ],
 )
 def _mla_prompt_kernel(
