@@ -31,8 +31,8 @@ from radixmesh.kernels.attention.split_pieces import LOWEST
 
 # Chunks that a program looks at in one step to find its own.
 _CHUNKS_AT_ONCE = 32
-# On an H200 a pair of a query and a token costs a head 5.7 ps more when it is absorbed, a projected token 800 ps, and the
-# expansions around absorbed attention 440 ps a row (`bench/gpu/mla.py`, kind "prompt").
+# On an H200 a pair of a query and a token costs a head 5.7 ps more when it is absorbed, a projected token 800 ps, and
+# the expansions around absorbed attention 440 ps a row (`bench/gpu/mla.py`, kind "prompt").
 _PAIRS_PER_TOKEN, _PAIRS_PER_ROW = 140, 77
 # Room for keys and values of some heads, unless one head's take more.
 _SCRATCH_BYTES = 128 << 20
@@ -41,7 +41,7 @@ MAX_TOKENS = 1 << 16
 
 
 class ChunkTokens(NamedTuple):
-    """Where the tokens of all chunks' sequences are, the same in all layers of a step.
+    """Positions of all chunks' sequences in the pool, the same in all layers of a step.
 
     index_U: in the pool. A chunk's first `shared_lens_N` tokens begin at `shared_starts_N` of it, the others at
     `starts_N`. On the host or on the device, int32.
@@ -72,9 +72,9 @@ class ChunkTokens(NamedTuple):
 )
 def _mla_prompt_kernel(
     q_ptr, q_rope_ptr, kv_ptr, latents_ptr, starts_ptr, shared_starts_ptr, shared_lens_ptr, chunk_row_starts_ptr,
-    chunk_kv_lens_ptr, out_ptr, num_chunks, scale, q_row, q_head, rope_row, rope_head, out_row, kv_row, R: tl.constexpr, PLAIN: tl.constexpr, PLAIN_P: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_P: tl.constexpr, VALUE: tl.constexpr, VALUE_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    chunk_kv_lens_ptr, out_ptr, num_chunks, scale, q_row, q_head, rope_row, rope_head, out_row, kv_row,
+    R: tl.constexpr, PLAIN: tl.constexpr, PLAIN_P: tl.constexpr, ROPE: tl.constexpr, ROPE_P: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     # Last blocks first: of a chunk they see the most keys, and the short ones fill the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -168,7 +168,7 @@ def _pool_indices(table: IntArray, begin: int, stop: int, page_size: int) -> Int
 
 
 def is_projection_faster(chunk_lens: IntArray, kv_lens: IntArray, num_tokens: int) -> bool:
-    """Whether chunks with so many tokens in their sequences, shared ones counted once, are faster in this form."""
+    """True where chunks with so many tokens in their sequences, shared ones counted once, are faster in this form."""
     pairs = float((chunk_lens * (kv_lens - (chunk_lens - 1) / 2)).sum())
     return pairs + _PAIRS_PER_ROW * float(chunk_lens.sum()) >= _PAIRS_PER_TOKEN * num_tokens
 

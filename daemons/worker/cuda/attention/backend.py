@@ -22,8 +22,9 @@ class HostStep:
     """A step's lengths on the host, int32. `num_rows`: decode rows with padding, as the device step has them.
 
     decode_slots, decode_kv_lens [decode rows without padding]; chunk_slots, chunk_lens, chunk_kv_lens [chunks], the
-    chunk's own tokens counted; chunk_pages: of each chunk's sequence, none of the dummy slot's. page_tables [slots, pages] of all slots; admissions counts the requests that took a slot
-    so far: while it and the slots are the same, so are the pages that rows share.
+    chunk's own tokens counted; chunk_pages: of each chunk's sequence, none of the dummy slot's. page_tables [slots,
+    pages] of all slots; admissions counts the requests that took a slot so far: while it and the slots are the same, so
+    are the pages that rows share.
     """
 
     num_rows: int
