@@ -58,15 +58,15 @@ _DECODES = {
     128: ((1, 4096), (32, 4096), (128, 2048)),
 }
 # (groups, rows of each, tokens that a group shares, tokens of each row after them)
-_SHARED = ((32, 16, 2048, 192), (8, 4, 2048, 192))
+_SHARED = ((32, 16, 2048, 192), (1, 256, 512, 128), (8, 4, 2048, 192))
 # (chunks, tokens of each, tokens before them)
 _EXTENDS = ((1, 8192, 0), (64, 128, 0), (4, 2048, 2048))
-# Tokens of a tile, warps, stages, programs of an SM, tiles of a program at least.
+# Tokens of a tile, warps, stages (0: the kernel written for Hopper), programs of an SM, tiles of a program at least.
 _SPLITS = {
-    16: ((32, 4, 5, 2, 4), (32, 4, 3, 2, 4), (16, 4, 5, 3, 8), (16, 4, 7, 3, 4), (32, 8, 5, 2, 4), (64, 4, 3, 1, 2)),
-    128: ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2)),
+    16: ((32, 4, 5, 2, 4), (32, 4, 5, 2, 2), (32, 4, 5, 2, 1)),
+    128: ((64, 8, 0, 1, 1), (64, 8, 0, 1, 2), (32, 8, 5, 1, 4)),
 }
-_PREFIXES = ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2))
+_PREFIXES = ((64, 8, 0, 1, 1), (64, 8, 0, 1, 2), (32, 8, 5, 1, 4))
 # (heads, chunks, tokens of each, tokens before them, chunks that share those): in the up-projected form beside the
 # absorbed one
 _PROMPTS = (
@@ -107,7 +107,13 @@ class _Pool:
 def _split(config: tuple[int, int, int, int, int]) -> SplitConfig:
     block_n, warps, stages, per_sm, min_tiles = config
     return SplitConfig(
-        heads=1, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=min_tiles
+        heads=1,
+        block_n=block_n,
+        num_warps=warps,
+        num_stages=stages,
+        programs_per_sm=per_sm,
+        min_tiles=min_tiles,
+        is_sm90=not stages,
     )
 
 

@@ -46,6 +46,18 @@ def mla_split_attention(
     rope = latents.shape[-1] - shape.head_dim
     columns = min(shape.padded_dim, max(16, _MERGED_FLOATS // part_rows))
     initial_out, initial_lse = initial if initial is not None else (None, None)
+    if config.is_sm90:
+        from radixmesh.kernels.attention.mla_split_sm90 import mla_split_kernel
+
+        assert begins_U is initial is None, "the kernel starts no row behind a prefix"
+        mla_split_kernel[(plan.num_programs,)](
+            q, latents, page_tables, slots_U, ends_U, members_UR, plan.tile_starts, plan.first_units, parts.outputs,
+            parts.lses, parts.arrivals, out, out_lse, page_tables.stride(0), ends_U.shape[0], scale * LOG2_E,
+            H=shape.num_heads, HEADS=shape.group_size, R=shape.head_dim, ROPE=rope, MEMBERS=shape.members,
+            PAGE_SIZE=page_size, MIN_TILES=config.min_tiles, IS_WHOLE=config.is_whole, NUM_PROGRAMS=plan.num_programs,
+            PDL=use_pdl, launch_pdl=use_pdl, num_warps=config.num_warps, maxnreg=config.max_registers,
+        )  # fmt: skip
+        return
     _mla_split_kernel[(plan.num_programs,)](
         q,
         latents,
@@ -224,7 +236,7 @@ def _mla_split_kernel(
 def _merge(
     parts_ptr, lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first, num_parts, H: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, LSES: tl.constexpr = 16,
 ):  # fmt: skip
     """Writes the softmax-weighted mean of a unit's parts, some columns at a time: registers do not hold all of them.
 
@@ -241,12 +253,13 @@ def _merge(
     lane = out_row * H + head_block * HEADS + row % HEADS
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for part in range(num_parts):
+    for start in range(0, num_parts, LSES):
         # A program's second partial result is of the unit that it ended in, which is where the unit starts.
-        partial = 2 * (first + part) + tl.where(part == 0, 1, 0)
-        lse = tl.load(lses_ptr + partial * ROWS + row, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, lse)
-        total = total * tl.exp2(highest - new_highest) + tl.exp2(lse - new_highest)
+        part = start + tl.arange(0, LSES)
+        at = (2 * (first + part) + tl.where(part == 0, 1, 0))[:, None] * ROWS + row[None, :]
+        lses = tl.load(lses_ptr + at, mask=(part < num_parts)[:, None], other=LOWEST, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lses, 0))
+        total = total * tl.exp2(highest - new_highest) + tl.sum(tl.exp2(lses - new_highest[None, :]), 0)
         highest = new_highest
     lse_of_all = highest + tl.log2(total)
     if out_lse_ptr is not None:
