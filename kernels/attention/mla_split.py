@@ -46,11 +46,12 @@ def mla_split_attention(
     rope = latents.shape[-1] - shape.head_dim
     columns = min(shape.padded_dim, max(16, _MERGED_FLOATS // part_rows))
     initial_out, initial_lse = initial if initial is not None else (None, None)
-    if config.is_sm90:
-        from radixmesh.kernels.attention.mla_split_sm90 import mla_split_kernel
+    if config.is_sm90 and rope == 64:
+        # Gluon has no interpreter: tests on a CPU never come here.
+        from radixmesh.kernels.attention.mla_split_sm90 import mla_split_sm90_kernel
 
-        assert begins_U is initial is None, "the kernel starts no row behind a prefix"
-        mla_split_kernel[(plan.num_programs,)](
+        assert begins_U is initial is None and shape.head_dim == 512 and part_rows == 64, (shape, config)
+        mla_split_sm90_kernel[(plan.num_programs,)](
             q, latents, page_tables, slots_U, ends_U, members_UR, plan.tile_starts, plan.first_units, parts.outputs,
             parts.lses, parts.arrivals, out, out_lse, page_tables.stride(0), ends_U.shape[0], scale * LOG2_E,
             H=shape.num_heads, HEADS=shape.group_size, R=shape.head_dim, ROPE=rope, MEMBERS=shape.members,

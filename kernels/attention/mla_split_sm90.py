@@ -67,7 +67,7 @@ def _copy_tile(
     do_not_specialize=["num_units", "table_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "ends_ptr"],
 )
-def mla_split_kernel(
+def mla_split_sm90_kernel(
     q_ptr, latents_ptr, page_tables_ptr, slots_ptr, ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr,
     part_lses_ptr, arrivals_ptr, out_ptr, out_lse_ptr, table_stride, num_units, scale, H: gl.constexpr,
     HEADS: gl.constexpr, R: gl.constexpr, ROPE: gl.constexpr, MEMBERS: gl.constexpr, PAGE_SIZE: gl.constexpr,

@@ -14,6 +14,7 @@ from support.triton_interpreter import DEVICE
 from radixmesh.kernels.attention.decode_attention import plan_decode
 from radixmesh.kernels.attention.extend_attention import ExtendConfig
 from radixmesh.kernels.attention.mla_decode import (
+    SM90_CONFIG,
     mla_decode,
     mla_decode_reference,
     mla_decode_workspace,
@@ -29,7 +30,7 @@ from radixmesh.kernels.hopper import has_wgmma
 
 _SCALE = 0.3
 _SMALL = SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=3, programs_per_sm=1, min_tiles=1)
-_SM90 = SplitConfig(heads=1, block_n=64, num_warps=8, num_stages=1, programs_per_sm=1, min_tiles=1, is_sm90=True)
+_SM90 = replace(SM90_CONFIG, min_tiles=1)
 _EXTEND = ExtendConfig(block_m=16, block_n=16, num_warps=4, num_stages=3)
 
 
