@@ -130,6 +130,11 @@ def _mla_split_kernel(
     work = program * share
     work_end = tl.minimum(work + share, num_tiles)
     unit = tl.load(first_units_ptr + program)
+    # The plan, lengths and slots were there before the kernel ahead: a first unit's are read beside it.
+    unit_begin = tl.load(tile_starts_ptr + unit)
+    unit_end = tl.load(tile_starts_ptr + unit + 1)
+    kv_end = tl.load(ends_ptr + unit)
+    slot = tl.load(slots_ptr + unit)
     c = tl.arange(0, RP)
     e = tl.arange(0, ROPE_P)
     m = tl.arange(0, M)
@@ -141,8 +146,6 @@ def _mla_split_kernel(
 
     while work < work_end:
         # Position within the unit: block of heads, and tiles [tile, last) of it.
-        unit_begin = tl.load(tile_starts_ptr + unit)
-        unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin
         head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
@@ -152,11 +155,10 @@ def _mla_split_kernel(
             last = tiles
             # It started in the share of a program before.
             tile = tl.where(tile > 0, tiles, 0)
-        kv_end = tl.load(ends_ptr + unit)
         kv_begin = 0
         if begins_ptr is not None:
             kv_begin = tl.load(begins_ptr + unit)
-        table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
+        table_ptr = page_tables_ptr + slot.to(tl.int64) * table_stride
 
         if members_ptr is None:
             m_row = unit + m * 0
@@ -230,7 +232,11 @@ def _mla_split_kernel(
                 )  # fmt: skip
         work = block_work + last
         if work >= unit_end * HEAD_BLOCKS:
-            unit += 1
+            unit = tl.minimum(unit + 1, num_units - 1)
+            unit_begin = unit_end
+            unit_end = tl.load(tile_starts_ptr + unit + 1)
+            kv_end = tl.load(ends_ptr + unit)
+            slot = tl.load(slots_ptr + unit)
 
 
 @triton.jit
