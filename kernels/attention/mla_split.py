@@ -31,7 +31,7 @@ def mla_split_attention(
     ends_U: torch.Tensor,
     page_size: int,
     scale: float,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     begins_U: torch.Tensor | None = None,
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -39,7 +39,7 @@ def mla_split_attention(
     use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries [T, H, C], latents [S, C], page tables; nothing is checked
-    here. out: [T, H, R] of any floating dtype."""
+    here. out: [T, H, R] of any floating dtype; None: all units are left in parts, for `mla_merge_expand`."""
     shape, config = plan.shape, plan.config
     q, latents, page_tables = inputs
     part_rows = shape.query_rows(config)
@@ -209,16 +209,19 @@ def _mla_split_kernel(
             )
             is_query = m_row >= 0
             m_lane = m_row * H + head_block * HEADS + m % HEADS
-        if (tile == 0) & (last == tiles):
+        partial = 2 * program + (tile == 0).to(tl.int32)
+        if out_ptr is None:
+            # A program may have several whole units, but one part before them and one behind.
+            is_whole = (tile == 0) & (last == tiles)
+            partial = tl.where(is_whole, 2 * NUM_PROGRAMS + unit * HEAD_BLOCKS + head_block, partial)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
+        elif (tile == 0) & (last == tiles):
             out_at = out_ptr + m_lane.to(tl.int64)[:, None] * R + c[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (c < R)[None, :])
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            partial = 2 * program + (tile == 0).to(tl.int32)
-            part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
-            tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
-            tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.
@@ -237,6 +240,18 @@ def _mla_split_kernel(
             unit_end = tl.load(tile_starts_ptr + unit + 1)
             kv_end = tl.load(ends_ptr + unit)
             slot = tl.load(slots_ptr + unit)
+
+
+@triton.jit
+def _store_part(
+    parts_ptr, part_lses_ptr, partial, acc, lse, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+):  # fmt: skip
+    m = tl.arange(0, M)
+    c = tl.arange(0, RP)
+    part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
+    tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
+    tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
 
 
 @triton.jit

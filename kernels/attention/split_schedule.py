@@ -132,9 +132,10 @@ class SplitParts:
     Used by one layer at a time: two streams need one each. Counts are 0 whenever no kernel runs.
     """
 
-    def __init__(self, plans: list[SplitPlan], device: torch.device) -> None:
-        floats = max(2 * p.num_programs * p.shape.query_rows(p.config) * p.shape.padded_dim for p in plans)
-        scales = max(2 * p.num_programs * p.shape.query_rows(p.config) for p in plans)
+    def __init__(self, plans: list[SplitPlan], device: torch.device, num_whole: int = 0) -> None:
+        """num_whole: units that have places of their own behind the programs', for when none is written as a whole."""
+        scales = max((2 * p.num_programs + num_whole) * p.shape.query_rows(p.config) for p in plans)
+        floats = scales * max(p.shape.padded_dim for p in plans)
         self.outputs = torch.empty(floats, dtype=torch.float32, device=device)
         self.lses = torch.empty(scales, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(max(p.num_programs for p in plans), dtype=torch.int32, device=device)
