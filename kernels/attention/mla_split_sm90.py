@@ -42,10 +42,11 @@ def _gdc_launch_dependents():
 @gluon.jit
 def _tokens(table_ptr, begin, kv_end, PAGE_SIZE: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
     """Indices in the pool of N positions from `begin` on; past the end the last one's again, whose score counts for
-    nothing."""
+    nothing. Those of an empty row are token 0: its table says nothing."""
     position = begin + gl.arange(0, N, LAYOUT)
     position = gl.maximum(gl.minimum(position, kv_end - 1), 0)
-    return gl.load(table_ptr + position // PAGE_SIZE) * PAGE_SIZE + position % PAGE_SIZE
+    page = gl.load(table_ptr + position // PAGE_SIZE, mask=position < kv_end, other=0)
+    return page * PAGE_SIZE + position % PAGE_SIZE
 
 
 @gluon.jit

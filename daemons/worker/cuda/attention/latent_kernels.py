@@ -1,4 +1,4 @@
-"""The project's attention kernels over latents: absorbed, with expansions in one for few rows, up-projected for prompts.
+"""The project's attention kernels over latents: absorbed, few rows in one with expansions, prompts up-projected.
 
 Legend: T rows, H heads, C numbers of a cached token, n / r / v plain, RoPE and value dims of a head, R rank of latents.
 """
