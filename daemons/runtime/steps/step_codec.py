@@ -90,7 +90,7 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
     if header.step_id == 0:
         raise missing_field("header.step_id")
     if not rank.ByteSize() and not header.barrier_ops:
-        # What decodes advances, as in most plans.
+        # Decodes advance and nothing else happens, as in most plans.
         check_shape(header, has_chunks=False)
         return StepPlan(
             epoch=header.epoch,

@@ -105,7 +105,7 @@ class DecodeSteps:
         return start, end, self._tokens.fetch(num_rows, end, asking)
 
     def _sample(self, sampler: SlotSampler, logits_TV: torch.Tensor, rows: DecodeRows, num_padded: int) -> Asking:
-        """What the greedy samples of the step are not enough for; the rows that ask for logprobs."""
+        """Samples anew the rows that ask for more than the highest logit; returns those that ask for logprobs."""
         views = self._buffer.views(num_padded)
         target = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
         return sampler.tokens_of(
