@@ -35,6 +35,7 @@ def host_step(rows: DecodeRows, segments: Sequence[Segment], num_rows: int, admi
         chunk_slots=_ints(segment.slot for segment in segments),
         chunk_lens=_ints(len(segment.ids) for segment in segments),
         chunk_kv_lens=_ints(segment.start + len(segment.ids) for segment in segments),
+        chunk_pages=[segment.pages for segment in segments],
     )
 
 
