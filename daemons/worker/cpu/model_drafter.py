@@ -125,7 +125,7 @@ class ModelDrafter(Drafter):
             for index in chosen:
                 start = rows[index].sample.position + len(drafts[index]) - 1
                 slots = self._slots(rows[index].pages, start + 1)
-                # What is computed there is of a draft; the target has not been there yet.
+                # KV of a draft: the target has not been there yet.
                 self._is_fresh[slots[-1]] = False
                 parts.append(_Part(drafts[index][-1:], start, slots))
             if parts:

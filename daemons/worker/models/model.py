@@ -74,7 +74,7 @@ class ModelBatch:
     attention: BatchAttention
     tiles: RowTiles
     hidden: HiddenStates | None = None
-    """Where the layers' outputs go that are wanted; None: none are."""
+    """Takes the outputs of layers that somebody wants; None: nobody does."""
 
 
 class RowInput(NamedTuple):
