@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         return len(drafts) < row.most and row.sample.position + len(drafts) <= self._model.max_total_len
 
     def _fresh_len(self, slot: int, slots: SlotArray) -> int:
-        """How many of a sequence's first tokens are fresh, as far as `slots` go. The first one has no row where rows
+        """Number of a sequence's first tokens that are fresh, as far as `slots` go. The first one has no row where rows
         have features."""
         start = max(self._fresh_lens[slot], self._model.first_position)
         is_fresh = self._is_fresh[slots[start:]]
