@@ -158,9 +158,15 @@ BOUNDS: dict[str, Bound] = {
         transfer_id=SUBMIT,
         embeddings=SUBMIT,
     ),
-    **_rows("scheduler.v1.TransferTarget", transfer_id=SUBMIT, regions=SUBMIT),
+    **_rows("scheduler.v1.TransferTarget", transfer_id=SUBMIT, regions=SUBMIT, addresses=SUBMIT),
     **_rows("scheduler.v1.Abort", request_id=PEER_NAME, tenant=PEER_NAME),
-    **_rows("scheduler.v1.Reservation", transfer_id=PEER_NAME),
+    **_rows(
+        "scheduler.v1.Reservation",
+        transfer_id=PEER_NAME,
+        prompt_ids=SUBMIT,
+        model=(64 << 10, WIRE),
+        cache_salt=(64 << 10, WIRE),
+    ),
     # Schedulers to workers.
     **_rows(
         "worker.v1.ExecuteRequest",
@@ -217,8 +223,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows(
         "worker.v1.PrepareTransferRequest",
         transfer_id=(64 << 10, WIRE),
-        target_pages=NOT_OFFERED_WORKER,
-        target_generations=NOT_OFFERED_WORKER,
+        instance_id=(64 << 10, WIRE),
     ),
     **_rows(
         "worker.v1.StartTransferRequest",
@@ -226,6 +231,20 @@ BOUNDS: dict[str, Bound] = {
         source_pages=NOT_OFFERED_WORKER,
         source_generations=NOT_OFFERED_WORKER,
         segments=(1 << 14, WIRE),
+        instance_id=(64 << 10, WIRE),
+        address=(64 << 10, WIRE),
+    ),
+    **_rows("worker.v1.RenewTransfersRequest", instance_id=(64 << 10, WIRE), transfer_ids=(1 << 14, WIRE)),
+    **_rows("worker.v1.TransferRegion", transfer_id=(64 << 10, WIRE), instance_id=(64 << 10, WIRE)),
+    **_rows("worker.v1.WriteTransferRequest", writer=(64 << 10, WIRE), data=NOT_OFFERED_WORKER),
+    **_rows(
+        "worker.v1.CommitTransferRequest",
+        transfer_id=(64 << 10, WIRE),
+        instance_id=(64 << 10, WIRE),
+        pages=NOT_OFFERED_WORKER,
+        generations=NOT_OFFERED_WORKER,
+        ids=NOT_OFFERED_WORKER,
+        cache_namespace=(64 << 10, WIRE),
     ),
     **_rows("worker.v1.WatchTransferRequest", transfer_id=(64 << 10, WIRE)),
     **_rows("worker.v1.AbortTransferRequest", transfer_id=(64 << 10, WIRE)),

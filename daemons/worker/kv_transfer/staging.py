@@ -72,11 +72,15 @@ class StagingPool:
     def take(self, num_bytes: int) -> ByteArray:
         """Memory of so many bytes. Raises OVERLOADED where there is no room now, NEVER_FITS where there never is."""
         if num_bytes > self.max_bytes:
-            message = f"the KV takes {num_bytes} bytes, staging has {self.max_bytes}: compute the prompt where it decodes"
+            message = (
+                f"the KV takes {num_bytes} bytes, staging has {self.max_bytes}: compute the prompt where it decodes"
+            )
             details = {"max": str(self.max_bytes)}
             raise MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, message, details)
         if self.num_bytes + num_bytes > self.max_bytes:
-            message = f"{self.num_bytes} of {self.max_bytes} bytes of staging are in use: compute the prompt where it decodes"
+            message = (
+                f"{self.num_bytes} of {self.max_bytes} bytes of staging are in use: compute the prompt where it decodes"
+            )
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         self.num_bytes += num_bytes
         return np.zeros(num_bytes, np.uint8)

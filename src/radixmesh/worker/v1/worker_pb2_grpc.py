@@ -90,7 +90,7 @@ class WorkerServiceStub(object):
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferResponse.FromString,
                 _registered_method=True)
-        self.WriteTransfer = channel.stream_unary(
+        self.WriteTransfer = channel.stream_stream(
                 '/radixmesh.worker.v1.WorkerService/WriteTransfer',
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferResponse.FromString,
@@ -216,6 +216,7 @@ class WorkerServiceServicer(object):
         Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
         A gap: is found by the checksum and the stamp.
         Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+        A slow reader: the answer is one, and small.
         Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -302,7 +303,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferResponse.SerializeToString,
             ),
-            'WriteTransfer': grpc.stream_unary_rpc_method_handler(
+            'WriteTransfer': grpc.stream_stream_rpc_method_handler(
                     servicer.WriteTransfer,
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferResponse.SerializeToString,
@@ -642,7 +643,7 @@ class WorkerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/radixmesh.worker.v1.WorkerService/WriteTransfer',

@@ -81,12 +81,13 @@ class WorkerServiceStub:
     """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
     the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
     """
-    WriteTransfer: _grpc.StreamUnaryMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]
+    WriteTransfer: _grpc.StreamStreamMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]
     """WriteTransfer carries KV from a worker to the region that another has prepared.
       Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
       Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
       A gap: is found by the checksum and the stamp.
       Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+      A slow reader: the answer is one, and small.
       Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
     """
     CommitTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CommitTransferRequest, _worker_pb2.CommitTransferResponse]
@@ -149,12 +150,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
     the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
     """
-    WriteTransfer: _aio.StreamUnaryMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]  # type: ignore[assignment]
+    WriteTransfer: _aio.StreamStreamMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]  # type: ignore[assignment]
     """WriteTransfer carries KV from a worker to the region that another has prepared.
       Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
       Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
       A gap: is found by the checksum and the stamp.
       Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+      A slow reader: the answer is one, and small.
       Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
     """
     CommitTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.CommitTransferRequest, _worker_pb2.CommitTransferResponse]  # type: ignore[assignment]
@@ -286,12 +288,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.WriteTransferRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.WriteTransferResponse, _abc.Awaitable[_worker_pb2.WriteTransferResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WriteTransferResponse], _abc.AsyncIterator[_worker_pb2.WriteTransferResponse]]:
         """WriteTransfer carries KV from a worker to the region that another has prepared.
           Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
           Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
           A gap: is found by the checksum and the stamp.
           Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+          A slow reader: the answer is one, and small.
           Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
         """
 
