@@ -1,4 +1,4 @@
-"""The lifecycle of a KV transfer under lost, repeated and late messages: memory is never free while a writer may write."""
+"""The lifecycle of a KV transfer under lost, repeated and late messages: no writer ever finds its memory given away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lifecycles of a KV transfer at its receiver and at its sender. Pure: time is an argument, memory and messages are elsewhere.
+"""Lifecycles of a KV transfer at its receiver and at its sender. Pure: time is an argument, memory and messages are
+elsewhere.
 
 Receiver:
 
@@ -6,9 +7,10 @@ Receiver:
      |                         |                           |                    |
      +-------------------------+---------------------------+--------------------+--> FAILED, with the first reason
 
-FAILED comes from a lease that ran out, an abort, a new epoch, a writer that is gone or gives up, and from what it wrote. It ends the
-transfer, not the writer: the region's memory is free only when nobody can write there any more and no scatter reads it. Until then
-it is quarantined. A writer is over by its last word, by proof that it is gone, or never began and cannot begin any more.
+FAILED comes from a lease that ran out, an abort, a new epoch, a writer that is gone or gives up, and from what it
+wrote. It ends the transfer, not the writer: the region's memory is free only when nobody can write there any more
+and no scatter reads it. Until then it is quarantined. A writer is over by its last word, by proof that it is gone,
+or never began and cannot begin any more.
 
 Sender:
 
@@ -63,8 +65,9 @@ _OVER = (ReceiveState.VALIDATED, ReceiveState.FAILED)
 class Reception:
     """One transfer at its receiver.
 
-    writes_are_seen: nobody can write before begin_write(), since the receiver itself copies what arrives. Otherwise whoever was
-    told of the region may write from the start, and a region that was given up is free only when the writer is known to be over.
+    writes_are_seen: nobody can write before begin_write(), since the receiver itself copies what arrives. Otherwise
+    whoever was told of the region may write from the start, and a region that was given up is free only when the
+    writer is known to be over.
     """
 
     def __init__(self, lease_until: float, *, writes_are_seen: bool) -> None:

@@ -2,8 +2,8 @@
 
   | stamp, 32 bytes | chunk of tokens | chunk | ... | stamp, 32 bytes |
 
-A chunk holds CHUNK_TOKENS tokens, the last one fewer: the rows of plane after plane, layer after layer. Both ends lay it out alike,
-whatever their page sizes are.
+A chunk holds CHUNK_TOKENS tokens, the last one fewer: the rows of plane after plane, layer after layer. Both ends
+lay it out alike, whatever their page sizes are.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def chunks_of(num_tokens: int, token_bytes: int) -> Iterator[Chunk]:
 
 
 class StagingPool:
-    """Bytes of all regions together, bounded. A region has an array of its own: memory that nobody reserved is not held."""
+    """Bytes of all regions together, bounded. A region has an array of its own: memory that nobody reserved is not
+    held."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
