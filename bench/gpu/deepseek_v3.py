@@ -62,7 +62,7 @@ _PICKED = {"num_picks": _PICKS, "num_groups": 8, "num_picked_groups": 4, "group_
 _RULE = RouterRule(is_sigmoid=True, is_normalised=True, weight_scale=2.5, **_PICKED)
 _MEMORY_TB_S, _FP8_TFLOP_S, _BF16_TFLOP_S = 4.8, 1979.0, 989.0
 _TURNS = 4
-# Places of a tile, then warps and stages of gate and up, and columns, warps and stages of down.
+# Slots of a tile, then warps and stages of gate and up, and columns, warps and stages of down.
 _TILES = {1: (16,), 32: (16,), 128: (16, 32), 512: (32, 64)}
 _GATE_UP = ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4))
 _DOWN = ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 5), (128, 8, 4))

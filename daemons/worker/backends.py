@@ -86,7 +86,7 @@ def load_model(
 
 
 def create_member(settings: WorkerSettings) -> GroupMember:
-    """The worker's place among the ranks of its group, and what connects it with those that it computes with."""
+    """The worker's position among the ranks of its group, and what connects it with those that it computes with."""
     layout = settings.rank_layout
     if settings.backend is not Backend.CPU or layout.tp_size == layout.ep_size == 1:
         return UnconnectedMember(layout)

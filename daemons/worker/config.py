@@ -95,13 +95,13 @@ class WorkerSettings(CommonSettings):
     )
     simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
     tp_size: int = setting(1, "ranks that share one batch (tensor parallelism)")
-    tp_rank: int = setting(0, "place of this worker among them, from 0 on")
+    tp_rank: int = setting(0, "position of this worker among them, from 0 on")
     group_host: str = setting("", "address of this machine by which the other ranks reach this one, with --tp-size; "
         "empty: that of --listen")  # fmt: skip
     dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
     dp_rank: int = setting(0, "the one of them that this worker computes, from 0 on")
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
-    ep_rank: int = setting(0, "place of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
+    ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, places of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip

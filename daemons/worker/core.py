@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.build import build_of_worker
-from radixmesh.daemons.worker.capabilities import add_model, add_place, worker_hello
+from radixmesh.daemons.worker.capabilities import add_layout, add_model, worker_hello
 from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
@@ -159,7 +159,7 @@ class WorkerCore:
             takes_alive=True,
             takes_plan_batches=True,
         )
-        add_place(capabilities, self.member)
+        add_layout(capabilities, self.member)
         if self.executor is not None:
             add_model(capabilities, self.executor, self._hello.model.model_fingerprint)
         return capabilities
