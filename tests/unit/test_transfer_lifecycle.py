@@ -205,5 +205,5 @@ def test_stamps_tell_regions_apart_and_chunks_cover_all_tokens() -> None:
     assert has_stamps(memory, key.stamp())
     assert not any(has_stamps(memory, other.stamp()) for other in others)
     chunks = list(chunks_of(600, 8))
-    assert [(chunk.first, chunk.count) for chunk in chunks] == [(0, 256), (256, 256), (512, 88)]
-    assert chunks[-1].offset + chunks[-1].count * 8 + STAMP_BYTES == len(memory)
+    assert [(chunk.first, chunk.num) for chunk in chunks] == [(0, 256), (256, 256), (512, 88)]
+    assert chunks[-1].offset + chunks[-1].num * 8 + STAMP_BYTES == len(memory)

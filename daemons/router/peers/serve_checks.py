@@ -75,5 +75,5 @@ class ServeChecks:
 
     def reason(self, finished: scheduler_pb2.Finished) -> None:
         # No prefill is asked to hand its output over yet.
-        if int(finished.reason) not in tuple(FinishReason) or finished.reason == FinishReason.HANDED_OVER:
+        if int(finished.reason) not in tuple(FinishReason) or int(finished.reason) == FinishReason.HANDED_OVER:
             raise self.broken(f"an output finished for reason {finished.reason}, which is none")

@@ -44,10 +44,10 @@ class RegionKey:
 
 
 class Chunk(NamedTuple):
-    """Tokens [first, first + count) of a region, from byte `offset` on."""
+    """Tokens [first, first + num) of a region, from byte `offset` on."""
 
     first: int
-    count: int
+    num: int
     offset: int
 
 
