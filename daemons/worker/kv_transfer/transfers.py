@@ -87,6 +87,7 @@ class KvTransfers:
     def prepare(self, request: worker_pb2.PrepareTransferRequest) -> worker_pb2.TransferRegion:
         """Reserves a region, or renews its lease. Raises as TransferReceiver.prepare(), EPOCH_FENCED or
         TRANSFER_FAILED."""
+        self._require_offered()
         self._check_holder(request.epoch, request.instance_id)
         executor, kv = self._offered(request.kv)
         region = self.receiver.prepare(
@@ -209,6 +210,7 @@ class KvTransfers:
 
     async def watch(self, transfer_id: str) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
         """States of a transfer until it is written, or over. Raises TRANSFER_FAILED."""
+        self._require_offered()
         region, told = self.receiver.get(transfer_id), None
         while True:
             reception = region.reception
@@ -234,17 +236,20 @@ class KvTransfers:
         for task in (*self._sending, *((self._ticking,) if self._ticking is not None else ())):
             task.cancel()
 
+    def _require_offered(self) -> worker_pb2.KvFormat:
+        """Raises UNSUPPORTED where there are no transfers."""
+        if (kv := self.format) is not None:
+            return kv
+        message = "KV transfer: not offered by this worker"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_transfer"})
+
     def _offered(self, kv: worker_pb2.KvFormat) -> tuple[StepExecutor, worker_pb2.KvFormat]:
-        """Raises UNSUPPORTED where there are no transfers, TRANSFER_FAILED for KV of another format."""
-        ours = self.format
-        if ours is None or self._executor is None:
-            message = "KV transfer: not offered by this worker"
-            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_transfer"})
+        """Raises UNSUPPORTED, or TRANSFER_FAILED for KV of another format."""
+        ours = self._require_offered()
         if kv != ours:
-            message = (
-                "the KV is of another model, type or layout than this worker's: run the same release on both sides"
-            )
+            message = "the KV is of another model, type or layout than this worker's: run one release on both sides"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"failure": "format"})
+        assert self._executor is not None
         return self._executor, ours
 
     def _over(self, region: Region) -> None:
