@@ -19,7 +19,7 @@ _WORKLOADS = ("single-stream", "decode-256")
 
 
 def report(shape: str, runs: int, timeout_s: float) -> dict[str, object]:
-    """What mesh.py says of a shape. Raises subprocess.SubprocessError."""
+    """The report of mesh.py on a shape. Raises subprocess.SubprocessError."""
     command = [sys.executable, str(_MESH), "--shape", shape, "--workloads", *_WORKLOADS, "--runs", str(runs)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_s)
     found: dict[str, object] = json.loads(done.stdout)
