@@ -55,6 +55,8 @@ class WorkerSettings(CommonSettings):
         "one included; none: one more than --speculative-num-steps")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
+    transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
+        "and decode); 0: there are no transfers")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
@@ -126,6 +128,8 @@ class WorkerSettings(CommonSettings):
         if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1 or self.ep_size > 1):
             raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 and --ep-size 1 alone "
                 "has it so far")  # fmt: skip
+        if self.transfer_staging_bytes < 0:
+            raise ValueError(f"{_flag('transfer_staging_bytes')} must be >= 0, not {self.transfer_staging_bytes}")
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
@@ -49,9 +50,11 @@ class CpuRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
+        self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
         if group is not None and group.size > 1:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
             self.kv_layout += f";tp={group.rank}/{group.size}"
+            self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
@@ -160,6 +163,14 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.copy_page(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        return self.pool.read_tokens(torch.from_numpy(places.astype(np.int64))).numpy()
+
+    @torch.inference_mode()
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self.pool.write_tokens(torch.from_numpy(places.astype(np.int64)), torch.from_numpy(data))
 
     @torch.inference_mode()
     def clear(self) -> None:
