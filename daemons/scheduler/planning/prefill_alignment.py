@@ -40,7 +40,7 @@ class PrefillAlignment:
 
 
 def _is_low_latency(state: EpochState) -> bool:
-    """True if there are decodes, and a step of them alone would reach experts at low latency because it has no chunk."""
+    """True if there are decodes, and a step of them alone reaches experts at low latency."""
     rows = state.decode_set.num_by_rank
     choice = state.dispatch
     return state.group.ep_size > 1 and choice.mode is None and 0 < max(rows) <= choice.max_tokens
