@@ -1,11 +1,11 @@
-"""Prompts of ranks that share experts, held back until each rank has one: steps out of low latency, and times of tokens.
+"""Prompts of ranks that share experts wait for each other: steps out of low latency, and times of tokens.
 
     python bench/prefill_alignment.py --ranks 8 --rate 40 --steps 0 2 4 8 16
 
-Virtual time, no workers: a step takes --low-ms where experts are reached at low latency, --normal-ms and --us-a-token for
-each token of the fullest rank where not. Requests come at random (Poisson) with prompts of 200 to 600 tokens and answers
-of 200; the same ones for each choice of --prefill-align-steps. Reported: share of steps at low latency, milliseconds to
-the first token (mean, p99), milliseconds a token of the answers, requests admitted a step that admits any.
+Virtual time, no workers: a step takes --low-ms where experts are reached at low latency, --normal-ms and --us-a-token
+for each token of the fullest rank where not. Requests come at random (Poisson) with prompts of 200 to 600 tokens and
+answers of 200; the same ones for each choice of --prefill-align-steps. Reported: share of steps at low latency,
+milliseconds to the first token (mean, p99), milliseconds a token of the answers, requests admitted a step that admits.
 """
 
 from __future__ import annotations
