@@ -41,7 +41,7 @@ class Costs:
 
 @dataclass
 class Run:
-    """What came of one choice."""
+    """Times and counts of one choice."""
 
     arrival_ms: list[float] = field(default_factory=list)
     first_ms: dict[int, float] = field(default_factory=dict)
