@@ -4,14 +4,15 @@ It counts the time that requests lose by the choice, its own and that of others:
 
 - its own wait: the tokens queued there, and those of the prompt that are not cached;
 - that of outputs there, which stand still while those tokens are computed. Not in full: a prefix that is computed a
-  second time serves all later requests with it, and where many outputs share few slots a second place is worth more;
-  but more where it has more of them than another place: steps serve most when rows are spread evenly;
+  second time serves all later requests with it, and where many outputs share few slots a second replica is worth more;
+  but more where it has more of them than another replica: steps serve most when rows are spread evenly;
 - that of later ones: tokens computed again, since the prompt's KV evicts cached prefixes;
 - a row more in every step of the outputs there.
 
-The longest prefix alone would send everything that shares one to the same place; so it spreads to a second one as soon
-as waiting costs more than computing, and first to one with few outputs. The factors are those that served six kinds of
-load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s of a crowd.
+The longest prefix alone would send everything that shares one to the same replica; so it spreads to a second one as
+soon as waiting costs more than computing, and first to one with few outputs. The factors are those that served six
+kinds of load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s
+of a crowd.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ IntColumn = npt.NDArray[np.int64]
 
 # Of an evicted token: some of what is evicted is never asked for again.
 _EVICTED = 0.5
-# Of an uncached token, for each of the first outputs there; where every place has about so many, for each of the first
-# that one has beyond the least loaded place.
+# Of an uncached token, for each of the first outputs there; where every replica has about so many, for each of the first
+# that one has beyond the least loaded one.
 _HELD_UP, _MOST_HELD_UP, _MOST_BEYOND = 0.25, 8, 4
 # Of an output there: a row costs a step about what a token of a prompt does, and some steps are to come.
 _OUTPUT = 16.0
@@ -38,13 +39,13 @@ def placement_costs(
     free_tokens: IntColumn,
     num_outputs: IntColumn,
 ) -> npt.NDArray[np.float64]:
-    """Cost at each place, float64 [places], of a prompt of num_tokens; columns have one entry a place.
+    """Cost at each replica, float64 [replicas], of a prompt of num_tokens; columns have one entry a replica.
 
     matched_tokens: of the prompt, cached there. free_tokens: room in KV memory that nobody's prefix takes.
     """
     uncached = num_tokens - matched_tokens
-    # A bound that all places have reached tells none from another: prompts without a prefix would crowd where nobody
-    # waits at the moment, and uneven rows cost 3% of the tokens/s at 12 outputs a place.
+    # A bound that all replicas have reached tells none from another: prompts without a prefix would crowd where nobody
+    # waits at the moment, and uneven rows cost 3% of the tokens/s at 12 outputs a replica.
     counted = min(int(num_outputs.min()), _MOST_HELD_UP)
     beyond = np.minimum(num_outputs - num_outputs.min(), max(_MOST_HELD_UP - counted, _MOST_BEYOND))
     held_up = _HELD_UP * (counted + beyond)
