@@ -196,17 +196,16 @@ class KvArrivals:
     def committed(self, state: EpochState, arrival: Arrival, *, is_valid: bool, are_pages_sound: bool = True) -> None:
         """The workers have scattered it, or not. are_pages_sound: the generations of the pages are what we count."""
         assert arrival.state is ArrivalState.COMMITTING, arrival.state
-        if not are_pages_sound:
-            # Granted here and perhaps not there: out of use until the next epoch reads the generations.
-            state.pages.pool.quarantine(arrival.pages)
-        elif is_valid:
+        if is_valid:
             arrival.held = state.pages.end_load(arrival.held, arrival.namespace, arrival.ids, arrival.pages)
             arrival.state = ArrivalState.ARRIVED
             self.num_arrived += 1
             self.num_tokens += arrival.num_tokens
             self._unpark(arrival)
             return
-        else:
+        # Those of unsound ones are granted here and perhaps not there: they stay out of use, as loading, until the next
+        # epoch has read the generations.
+        if are_pages_sound:
             state.pages.drop_load(arrival.pages)
         arrival.state = ArrivalState.RESERVED
         self.failed(state, arrival)

@@ -86,7 +86,7 @@ class KvHandovers:
         self._finish(sequence, SequenceEnd(FinishReason.HANDED_OVER))
         match = pages.cache.match(namespace, ids)
         if not is_same or len(match.pages) * page_size < target.end:
-            # Where it goes on it is computed: nothing arrives there in time.
+            # The decode side computes it: nothing arrives there in time.
             log.warning("kv_not_handed_over", transfer=target.transfer_id, is_same=is_same, pages=len(match.pages))
             return
         pages.cache.lock(match)
