@@ -24,8 +24,8 @@ IntColumn = npt.NDArray[np.int64]
 
 # Of an evicted token: some of what is evicted is never asked for again.
 _EVICTED = 0.5
-# Of an uncached token, for each of the first outputs there; where every replica has about so many, for each of the first
-# that one has beyond the least loaded one.
+# Of an uncached token, for each of the first outputs there; where every replica has about so many, for each of the
+# first that one has beyond the least loaded one.
 _HELD_UP, _MOST_HELD_UP, _MOST_BEYOND = 0.25, 8, 4
 # Of an output there: a row costs a step about what a token of a prompt does, and some steps are to come.
 _OUTPUT = 16.0
