@@ -190,6 +190,7 @@ class _Daemons:
             }
             await asyncio.sleep(0.3)
             cpu_before = cpu_s(self._processes.pid("worker"))
+            threads_before = _thread_cpu_s(self._processes.pid("worker"))
             busy, steps = await device_steps(self._metrics)
             start = time.monotonic()
             for name, (num_rows, grammar) in parts.items():
@@ -198,6 +199,11 @@ class _Daemons:
                 await streams[name].until(num_finished=num_rows, timeout_s=args.timeout_s)
             after_busy, after_steps = await device_steps(self._metrics)
             cores = (cpu_s(self._processes.pid("worker")) - cpu_before) / (time.monotonic() - start)
+        threads = _thread_cpu_s(self._processes.pid("worker"))
+        used = [
+            [round(now - then, 2) for now, then in zip(threads[tid], threads_before.get(tid, (0.0, 0.0)), strict=True)]
+            for tid in threads
+        ]
         wall = max(stream.last_token_at for stream in streams.values()) - start
         total = sum(num_rows for num_rows, _ in parts.values()) * num_tokens
         assert sum(stream.num_tokens for stream in streams.values()) == total
@@ -213,6 +219,7 @@ class _Daemons:
             "device_idle": round(1.0 - (after_busy - busy) / wall, 4),
             "ms_per_step": round(wall / num_steps * 1e3, 3),
             "worker_cores": round(cores, 2),
+            "busiest_threads": sorted(used, key=sum, reverse=True)[:14],
         }
         if "others" in streams:
             num_others = parts["others"][0] * num_tokens
@@ -271,6 +278,16 @@ def _check(backend: GrammarBackend, artefact: bytes, outputs: Sequence[Sequence[
 def _prompts(rng: np.random.Generator, num: int, length: int) -> list[IntArray]:
     """Of ids that any vocabulary has."""
     return [rng.integers(10, 700, length).astype(np.int32) for _ in range(num)]
+
+
+def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
+    """Seconds of each thread so far, its own and the kernel's."""
+    found = {}
+    for folder in Path(f"/proc/{pid}/task").iterdir():
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+        found[folder.name] = int(fields[11]) * tick_s, int(fields[12]) * tick_s
+    return found
 
 
 def _speed(row: Mapping[str, object]) -> float:
