@@ -37,7 +37,7 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import ByGrammar, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import ByGrammar, Drafter, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
 
 if TYPE_CHECKING:
@@ -169,14 +169,17 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     assert folder is not None, "settings see to it"
 
     def verify_drafts(runner: DeviceRunner) -> None:
-        speculation = settings.speculation
-        if speculation is None:
+        speculation, num_forced = settings.speculation, settings.jump_forward_tokens
+        if speculation is None and not num_forced:
             return
         if Task.GENERATE not in runner.tasks:
             raise _drafts_nothing(folder)
-        drafter, most = drafters().create(speculation.algorithm), speculation.max_drafts
+        drafter: Drafter = NoDrafts()
+        most = num_forced
+        if speculation is not None:
+            drafter, most = drafters().create(speculation.algorithm), max(most, speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
+            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
 
     runner = load_cuda_runner(
         folder,

@@ -42,6 +42,16 @@ class MaskSink(ABC):
         """The output has ended, and nothing is written any more."""
 
 
+class ChainSink(MaskSink):
+    """Memory of a mask and of those behind tokens that the grammar forces. max_forced: most of them at a time."""
+
+    max_forced: int
+
+    @abstractmethod
+    def publish_chain(self, position: int, words: MaskWords, forced: Sequence[int]) -> None:
+        """words [1 + forced ids, num_words]: the mask of the token at `position`, and of the one behind each id."""
+
+
 class HostSink(MaskSink):
     """Masks that the step thread itself reads."""
 
