@@ -90,27 +90,15 @@ class Parts:
         return timed
 
 
-def use_variant(name: str) -> None:
-    """ "copied": masks are filled in memory of the thread's own and copied to where the device reads them. "native N":
-    one thread for all rows, and the library's N threads for their masks. "" = as the worker does it."""
-    from radixmesh.daemons.worker.guided import mask_filler, shared_calls
+def use_native_threads(num: int) -> None:
+    """One thread for all rows, and so many of the library's own for their masks."""
+    import xgrammar
 
-    if name == "copied":
-        fill = shared_calls._fill_together
+    from radixmesh.daemons.runtime.guided import xgrammar_backend
+    from radixmesh.daemons.worker.guided import mask_filler
 
-        def copied(matchers, chosen, words, rows, errors):  # type: ignore[no-untyped-def]
-            own = np.empty((len(rows), words.shape[1]), np.int32)
-            fill(matchers, chosen, own, range(len(rows)), errors)
-            words[rows] = own
-
-        shared_calls._fill_together = copied
-    elif name:
-        import xgrammar
-
-        from radixmesh.daemons.runtime.guided import xgrammar_backend
-
-        xgrammar_backend._BATCH = xgrammar.BatchGrammarMatcher(max_threads=int(name.split()[1]))
-        mask_filler._MIN_GROUP = mask_filler._MAX_GROUP = 1 << 20
+    xgrammar_backend._BATCH = xgrammar.BatchGrammarMatcher(max_threads=num)
+    mask_filler._MIN_GROUP = mask_filler._MAX_GROUP = 1 << 20
 
 
 def measured(
@@ -238,9 +226,10 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, default=None, help="a file that keeps the random texts for another run")
     parser.add_argument("--threads", type=int, default=None, help="quick mask threads; as many as a worker takes here")
     parser.add_argument("--pinned", action="store_true", help="masks lie in memory that a GPU reads")
-    parser.add_argument("--variant", default="", help="copied, or native N: see use_variant()")
+    parser.add_argument("--native", type=int, default=0, help="threads of the library's own instead; 0: none")
     args = parser.parse_args()
-    use_variant(args.variant)
+    if args.native:
+        use_native_threads(args.native)
     result = measured(args.rows, args.tokens, args.vocabulary, args.texts, args.threads, args.pinned)
     about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps({**about, **result}, indent=1))
