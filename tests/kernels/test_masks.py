@@ -132,8 +132,8 @@ def test_rows_ahead_of_their_slot_are_brought_back(device: torch.device) -> None
 
 
 def test_masks_of_a_chain_count_behind_its_own_tokens_alone(device):
-    """Rows: at the base, behind two ids of the chain, behind another id, behind its end, ahead of it, without a grammar;
-    then a chain that is not there yet. What was begun twice since it was taken counts as late."""
+    """Rows: at the base, behind two ids of the chain, behind another id, behind its end, ahead of it, without a
+    grammar; then a chain that is not there yet. What was begun twice since it was taken counts as late."""
     chains = HostChains(
         versions_M2=torch.tensor([[3, 3], [0, 0]], dtype=torch.int32),
         chains_CH=torch.zeros(4, HEAD + 3, dtype=torch.int32),
