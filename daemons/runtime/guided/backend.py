@@ -27,7 +27,7 @@ _MODULES = {
 }
 BACKENDS = tuple(_MODULES)
 # Words of a mask with a token in them, at most, where a text may be forced: its beginnings are not many.
-_MOST_PLACES = 64
+_MOST_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ class GreedyTokens:
 
     def forced_by(self, words: MaskWords) -> int | None:
         """The same of a mask; also None where so many tokens are allowed that a look at them all would take long."""
-        places = np.flatnonzero(words)
-        if len(places) > _MOST_PLACES:
+        indexes = np.flatnonzero(words)
+        if len(indexes) > _MOST_WORDS:
             return None
-        bits = np.unpackbits(words[places].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+        bits = np.unpackbits(words[indexes].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
         which, bit = np.nonzero(bits)
-        return self._forced(32 * places[which] + bit)
+        return self._forced(32 * indexes[which] + bit)
 
     def _forced(self, ids: npt.NDArray[np.intp]) -> int | None:
         if not len(ids) or ids[-1] >= len(self._texts):

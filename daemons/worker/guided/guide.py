@@ -135,7 +135,7 @@ class Guide:
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
 
-        The output may cut that text in other places: they are drafts, which sampling confirms or not.
+        The output may cut that text at other positions: they are drafts, which sampling confirms or not.
         """
         return self._forced[: max(most, 0)]
 
@@ -166,7 +166,7 @@ class Guide:
                 return None
             return self._matcher, self._pending.pop()
 
-    def place(self) -> tuple[MaskMemory | None, int, int]:
+    def mask_location(self) -> tuple[MaskMemory | None, int, int]:
         """Behind take_one(): the memory, its row and the position of the mask behind that token."""
         return self._sink.memory, self._sink.row, self._position + 1
 

@@ -52,9 +52,9 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     except Exception as error:  # Matchers may be anywhere now: none of them goes on.
         errors = [error] * len(taken)
     chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
-    places = [guides[index].place() for index in chosen]
-    memory = places[0][0] if places else None
-    is_direct = memory is not None and all(place[0] is memory for place in places)
+    locations = [guides[index].mask_location() for index in chosen]
+    memory = locations[0][0] if locations else None
+    is_direct = memory is not None and all(location[0] is memory for location in locations)
     words = _own_words(len(chosen), guides[0].num_words)
     if chosen:
         _fill_together(matchers, chosen, words, errors)
@@ -62,7 +62,7 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     is_suspect = took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides)
     published: set[int] = set()
     if memory is not None and is_direct:
-        published = _publish_together(memory, words, chosen, places, errors)
+        published = _publish_together(memory, words, chosen, locations, errors)
     masks = dict(zip(chosen, words, strict=True))
     again: list[Guide] = []
     for index, guide in enumerate(guides):
@@ -98,7 +98,7 @@ def _publish_together(
     memory: MaskMemory,
     words: MaskWords,
     chosen: Sequence[int],
-    places: Sequence[tuple[MaskMemory | None, int, int]],
+    locations: Sequence[tuple[MaskMemory | None, int, int]],
     errors: Sequence[Exception | None],
 ) -> set[int]:
     """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
@@ -111,5 +111,5 @@ def _publish_together(
     ]
     if len(good) < len(chosen):
         words = words[good]
-    memory.publish(words, [places[number][1] for number in good], [places[number][2] for number in good])
+    memory.publish(words, [locations[number][1] for number in good], [locations[number][2] for number in good])
     return {chosen[number] for number in good}

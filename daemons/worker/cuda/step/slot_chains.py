@@ -37,7 +37,7 @@ class SlotChains:
 
     tokens_SL: torch.Tensor
 
-    def __init__(self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int, max_forced: int) -> None:
+    def __init__(self, device: Device, num_slots: int, max_rows: int, *, vocab_size: int, max_forced: int) -> None:
         where = device.torch_device
         self._device, self._vocab_size = device, vocab_size
         num_outputs, self.max_forced = 2 * num_slots, 2 * max_forced + 1 if max_forced else 0

@@ -98,6 +98,7 @@ class VerifySteps:
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
         self._chains = chains
         if chains is not None:
+            chains.tokens_SL = sampler.tokens_SL
             assert self._on_device is not None or isinstance(drafter, NoDrafts), "drafts of the host have no masks"
             self._on_device = ForcedDrafts(chains, self._on_device, model.vocab_size)
         self._page_size = page_size
@@ -120,8 +121,10 @@ class VerifySteps:
         self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
         self._admits: dict[int, Admit] = {}
 
-    def capture(self) -> None:
-        """Compiles and captures, largest first: smaller graphs reuse its memory."""
+    def capture(self, dtype: torch.dtype) -> None:
+        """Compiles and captures, largest first: smaller graphs reuse its memory. dtype: of logits."""
+        if self._chains is not None:
+            self._chains.warm_up(dtype, self._model.vocab_size, self._sampler.tokens_SL)
         for width in sorted(self._rows, reverse=True):
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 stage = partial(self._stage, None, num_rows, width)
