@@ -144,7 +144,16 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
         runner.verify(guided, max_drafts=num_forced)
         return
     most = speculation.max_drafts
-    drafter = ByGrammar(guided, num_forced, drafters().create(speculation.algorithm), most)
+    if speculation.algorithm in drafters().names:
+        free = drafters().create(speculation.algorithm)
+    else:
+        from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
+
+        assert settings.model is not None
+        free = load_model_drafter(
+            speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
+        )
+    drafter = ByGrammar(guided, num_forced, free, most)
     runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
 
 

@@ -48,7 +48,10 @@ class WorkerSettings(CommonSettings):
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
         "once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
-        "verifies beside a row's last one, CPU and CUDA: off or ngram (as its own text went on before)")  # fmt: skip
+        "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
+        "standalone (a smaller model of the same vocabulary)")  # fmt: skip
+    speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
+        "format, for --speculative-algorithm standalone")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
         "--speculative-num-draft-tokens")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
@@ -188,7 +191,7 @@ class WorkerSettings(CommonSettings):
     def speculation(self) -> Speculation | None:
         """None: off."""
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return read_speculation(self.speculative_algorithm, steps, tokens)
+        return read_speculation(self.speculative_algorithm, steps, tokens, self.speculative_draft_model_path)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -223,6 +226,9 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.backend is Backend.CUDA and settings.speculative_algorithm is not SpeculativeAlgorithm.NGRAM:
+        raise ValueError(f"{flag} {settings.speculative_algorithm} is for --backend cpu so far: the cuda backend "
+            "drafts with ngram alone")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

@@ -7,9 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
@@ -116,6 +119,14 @@ class KvPool(KvPlanes):
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
         for plane in self._planes.values():
             plane[:, : self.num_pages] = float("nan")
+
+
+def kv_slots(pages: IntArray, length: int, page_size: int) -> npt.NDArray[np.int64]:
+    """Numbers of the tokens of a pool that hold the KV of positions [0, length) of a sequence with these pages."""
+    chosen = pages[: -(-length // page_size)].astype(np.int64)
+    if page_size == 1:
+        return chosen
+    return (chosen[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
 
 
 def latents_in_fp8() -> MeshError:

@@ -128,6 +128,9 @@ class DecodeRows:
     bounds: RowBounds | None = None
     """For an asynchronous runner with max_tokens_per_row > 1, which keeps exact lengths itself, and instead of
     max_tokens: ids and positions are those that the host knows, or older."""
+    is_repeat: bool = False
+    """True: the launch before had the same rows and nothing else, and since then their slots took no other request and
+    no page: only positions are new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

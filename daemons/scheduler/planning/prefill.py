@@ -13,6 +13,7 @@ from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
+from radixmesh.daemons.scheduler.planning.prefill_alignment import PrefillAlignment
 from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, rank_order
 from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
@@ -30,13 +31,14 @@ _MAX_WAITING = 256
 class PrefillLimits:
     """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots, max_running_of_rank:
     in those of one data-parallel rank. ahead_pages: granted beyond the prompt when its prefill finishes.
-    inflight_prefix_min_tokens: see InflightPrefixes."""
+    inflight_prefix_min_tokens: see InflightPrefixes. align_steps: see PrefillAlignment."""
 
     chunk_tokens: int
     max_running: int
     ahead_pages: int
     max_running_of_rank: int
     inflight_prefix_min_tokens: int = 32
+    align_steps: int = 0
 
 
 class Prefill:
@@ -67,6 +69,7 @@ class Prefill:
             min_tokens=limits.inflight_prefix_min_tokens,
             max_waiting=min(_MAX_WAITING, limits.max_running),
         )
+        self._alignment = PrefillAlignment(limits.align_steps, limits.max_running_of_rank)
         self._num_reserved: dict[int, int] = {}
         """Pages that running requests of a rank are expected to ask for, where counted in this plan."""
         self._loads: RankLoads | None = None
@@ -85,6 +88,9 @@ class Prefill:
         if only is not None:
             may_admit &= only.lifecycle is Lifecycle.WAITING
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
+        if only is None and may_admit and self._alignment.holds(state, len(self._queue)):
+            self._counters.num_held_plans += 1
+            return
         blocked: set[int] = set()
         for sequence in state.prefilling:
             rank = state.table.rank_of(sequence.slot)
