@@ -107,12 +107,12 @@ class LinkTable:
         rows = np.flatnonzero(is_open & self._is_serving)
         if not len(rows):
             rows = np.flatnonzero(is_open)
-        # Groups that prefill for others decode only where there are no others.
-        if self._is_prefill[rows].any() and not self._is_prefill[rows].all():
-            rows = rows[~self._is_prefill[rows]]
         if output.backoff_until:
             now, until = self._clock(), output.backoff_until
             rows = rows[[until.get(link.address, 0.0) <= now for link in self.links(rows.tolist())]]
+        # Groups that prefill for others decode only where there are no others.
+        if self._is_prefill[rows].any() and not self._is_prefill[rows].all():
+            rows = rows[~self._is_prefill[rows]]
         return self._trusted(rows)
 
     def prefilling(self, output: Output) -> list[SchedulerLink]:
