@@ -47,7 +47,8 @@ class SlotMasks(MaskMemory):
         self._host = HostMasks(
             words_MW=device.host_ints(num_masks, -(-vocab_size // 32)), positions_M=device.host_ints(num_masks)
         )
-        self.all_words: MaskWords = self._host.words_MW.numpy()
+        self._words: MaskWords = self._host.words_MW.numpy()
+        self.num_words = self._words.shape[1]
         self._positions: IntArray = self._host.positions_M.numpy()
         self._free = list(range(num_masks - 1, -1, -1))
         self._lock = threading.Lock()
@@ -58,6 +59,7 @@ class SlotMasks(MaskMemory):
         )
         self._taken_T = torch.zeros(max_rows, dtype=torch.int32, device=where)
         self._is_guided: npt.NDArray[np.bool_] = np.zeros(num_slots + 1, np.bool_)
+        self._has_guided = False
         self._admitting: dict[int, int] = {}
         self._unsent: dict[int, tuple[int, int, int]] = {}
 
@@ -78,6 +80,7 @@ class SlotMasks(MaskMemory):
         if row == NO_MASK and not self._is_guided[admit.slot]:
             return
         self._is_guided[admit.slot] = row != NO_MASK
+        self._has_guided = bool(self._is_guided.any())
         ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
         length = len(admit.prompt_ids) + len(admit.output_ids) if row != NO_MASK else NO_LENGTH
         self._unsent[admit.slot] = row, length, int(ids[-1])
@@ -96,7 +99,7 @@ class SlotMasks(MaskMemory):
 
     def is_guided(self, slots: IntArray) -> bool:
         """One of the slots follows a grammar."""
-        return bool(self._is_guided[slots].any())
+        return self._has_guided and bool(self._is_guided[slots].any())
 
     def clamp(
         self, slots: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, ids: torch.Tensor | None = None
@@ -124,8 +127,11 @@ class SlotMasks(MaskMemory):
         self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        self._positions[rows] = positions
+    def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
+        self._words[rows] = words
+        # Write-combined stores are in no order; the instructions that take a lock wait for those before them.
+        with self._lock:
+            self._positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
@@ -136,10 +142,10 @@ class _Row(MaskSink):
     def __init__(self, masks: SlotMasks, row: int) -> None:
         self.memory = self._masks = masks
         self.row = row
-        self.words = masks.all_words[row]
+        self.words = np.zeros(masks.num_words, np.int32)
 
     def publish(self, position: int) -> None:
-        self._masks.publish([self.row], [position])
+        self._masks.publish(self.words[None], [self.row], [position])
 
     def release(self) -> None:
         self._masks.release(self.row)

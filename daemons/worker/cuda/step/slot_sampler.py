@@ -11,6 +11,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -41,7 +42,7 @@ class SlotSampler:
         vocab_size: int,
         max_total_len: int,
         device: torch.device,
-        masks: SlotMasks | None = None,
+        masks: SlotMasks | SlotChains | None = None,
         keeps_tokens: bool = False,
     ) -> None:
         """keeps_tokens: tokens_SL has those of all slots, not only of slots with penalties: drafters look there."""
@@ -98,6 +99,11 @@ class SlotSampler:
             self.sample(logits_TV, slots, positions, host_slots, target)
         self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
         return asking
+
+    def is_done_greedily(self, host_slots: IntArray) -> bool:
+        """`sample_greedily` is all that these slots ask for: no noise, no logprobs, no masks."""
+        is_guided = self._masks is not None and self._masks.is_guided(host_slots)
+        return not is_guided and not self._need_bits(host_slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""

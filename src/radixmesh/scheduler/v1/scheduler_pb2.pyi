@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SchedulerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULER_ROLE_UNSPECIFIED: _ClassVar[SchedulerRole]
+    SCHEDULER_ROLE_PREFILL: _ClassVar[SchedulerRole]
+    SCHEDULER_ROLE_DECODE: _ClassVar[SchedulerRole]
+
 class AbortOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ABORT_OUTCOME_UNSPECIFIED: _ClassVar[AbortOutcome]
@@ -22,6 +28,9 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_ADOPTING: _ClassVar[GroupState]
     GROUP_STATE_SERVING: _ClassVar[GroupState]
     GROUP_STATE_STANDBY: _ClassVar[GroupState]
+SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole
+SCHEDULER_ROLE_PREFILL: SchedulerRole
+SCHEDULER_ROLE_DECODE: SchedulerRole
 ABORT_OUTCOME_UNSPECIFIED: AbortOutcome
 ABORT_OUTCOME_FOUND: AbortOutcome
 ABORT_OUTCOME_FINISHED: AbortOutcome
@@ -97,14 +106,22 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("transfer_id", "num_tokens", "lease_ms")
+    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled", "granule")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    IS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    GRANULE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    num_tokens: int
     lease_ms: int
-    def __init__(self, transfer_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    prompt_ids: bytes
+    model: str
+    cache_salt: str
+    is_cancelled: bool
+    granule: int
+    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ..., granule: _Optional[int] = ...) -> None: ...
 
 class ReservationResult(_message.Message):
     __slots__ = ("target", "transfer_id", "error")
@@ -117,12 +134,20 @@ class ReservationResult(_message.Message):
     def __init__(self, target: _Optional[_Union[TransferTarget, _Mapping]] = ..., transfer_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class TransferTarget(_message.Message):
-    __slots__ = ("transfer_id", "regions")
+    __slots__ = ("transfer_id", "regions", "addresses", "first_token", "num_tokens", "tokens_digest")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     regions: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    first_token: int
+    num_tokens: int
+    tokens_digest: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ..., addresses: _Optional[_Iterable[str]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_digest: _Optional[bytes] = ...) -> None: ...
 
 class FinishedByStop(_message.Message):
     __slots__ = ("handle", "num_output")
@@ -171,16 +196,18 @@ class ServeResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., reservation_results: _Optional[_Iterable[_Union[ReservationResult, _Mapping]]] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
-    __slots__ = ("hello", "adapters", "page_size", "num_pages")
+    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     adapters: _containers.RepeatedScalarFieldContainer[str]
     page_size: int
     num_pages: int
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+    role: SchedulerRole
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("handles", "attempts", "first_output_indexes", "counts", "ids", "logprobs", "weights_version")
@@ -399,7 +426,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements", "num_kv_arrived", "num_kv_failed", "num_kv_handed_over", "num_kv_arriving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +447,10 @@ class GetStateResponse(_message.Message):
     CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVING_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
     depth: int
@@ -440,4 +471,8 @@ class GetStateResponse(_message.Message):
     cache_revision: int
     expert_balancedness: float
     num_expert_placements: int
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ...) -> None: ...
+    num_kv_arrived: int
+    num_kv_failed: int
+    num_kv_handed_over: int
+    num_kv_arriving: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ..., num_kv_arrived: _Optional[int] = ..., num_kv_failed: _Optional[int] = ..., num_kv_handed_over: _Optional[int] = ..., num_kv_arriving: _Optional[int] = ...) -> None: ...
