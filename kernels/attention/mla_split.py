@@ -50,7 +50,7 @@ def mla_split_attention(
         # Gluon has no interpreter: tests on a CPU never come here.
         from radixmesh.kernels.attention.mla_split_sm90 import mla_split_sm90_kernel
 
-        assert begins_U is initial is None and shape.head_dim == 512 and part_rows == 64, (shape, config)
+        assert begins_U is None and initial is None and shape.head_dim == 512 and part_rows == 64, (shape, config)
         mla_split_sm90_kernel[(plan.num_programs,)](
             q, latents, page_tables, slots_U, ends_U, members_UR, plan.tile_starts, plan.first_units, parts.outputs,
             parts.lses, parts.arrivals, out, out_lse, page_tables.stride(0), ends_U.shape[0], scale * LOG2_E,
