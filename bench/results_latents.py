@@ -42,15 +42,21 @@ def latent_attention(_: Mapping[str, Any]) -> list[str]:
         "",
         *table(_HEAD, decodes + shared),
         "",
-        "Few rows of 16 heads with the value expansion behind them, us: parts merged before it, and in it.",
-        "",
-        *table(["rows", "context", "merged before", "merged in it"], few),
-        "",
+        *(_few(few) if few else ()),
         "Chunks of prompts from queries to results by head, us.",
         "",
         *table(["heads", "chunks", "tokens before each", "absorbed", "up-projected"], prompts),
         "",
         wrapped(got["mesh"]),
+    ]
+
+
+def _few(rows: list[list[str]]) -> list[str]:
+    return [
+        "Few rows of 16 heads with the value expansion behind them, us: parts merged before it, and in it.",
+        "",
+        *table(["rows", "context", "merged before", "merged in it"], rows),
+        "",
     ]
 
 
