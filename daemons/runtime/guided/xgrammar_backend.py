@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -104,6 +105,8 @@ class _Compiled(CompiledGrammar):
 
 
 class _Matcher(GrammarMatcher):
+    fill_threads = max(1, min(4, ((os.cpu_count() or 1) - 2) // 3))
+
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
 
@@ -130,10 +133,17 @@ class _Matcher(GrammarMatcher):
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
-        _BATCH.batch_fill_next_token_bitmask(_inner(matchers), words, list(rows))
+        batch = _ALONE
+        if len(matchers) >= _LEAST_SHARED and _Matcher.fill_threads > 1:
+            # A pool of threads for each caller: one pool's waits are for all that was given to it.
+            batch = getattr(_own, "batch", None) or xgrammar.BatchGrammarMatcher(max_threads=_Matcher.fill_threads)
+            _own.batch = batch
+        batch.batch_fill_next_token_bitmask(_inner(matchers), words, list(rows))
 
 
-_BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
+_ALONE = xgrammar.BatchGrammarMatcher(max_threads=1)
+_LEAST_SHARED = 16  # Masks of a call from which on the library's own threads are worth waking.
+_own = threading.local()
 
 
 def _inner(matchers: Sequence[GrammarMatcher]) -> list[xgrammar.GrammarMatcher]:
