@@ -104,8 +104,13 @@ class _Compiled(CompiledGrammar):
         return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos_ids))
 
 
+def _num_cores() -> int:
+    """Those that this process may use: the library warns on standard error where it is told of more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Matcher(GrammarMatcher):
-    fill_threads = max(1, min(4, ((os.cpu_count() or 1) - 2) // 3))
+    fill_threads = max(1, min(4, (_num_cores() - 2) // 3))
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher

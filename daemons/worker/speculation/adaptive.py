@@ -21,7 +21,6 @@ _MARGIN = 1.02
 _TRIAL_SHARE = 0.01
 """Of the time, what steps may cost that try drafts while these do not pay."""
 _LEAST_APART = 8
-_FIRST_TRIALS = 3
 _PLAIN_EVERY = 64
 _ROW_WEIGHT = 0.3
 _USUAL_WEIGHT = 0.05
@@ -41,12 +40,8 @@ class _Costs:
     is_waiting: bool = False
 
     def note(self, duration_ns: int, *, has_drafts: bool) -> None:
-        """The first ones count as much as later ones together, and of three the quickest: they may have waited for a
-        compiler."""
-        if has_drafts and self.num_drafting and self.num_drafting < _FIRST_TRIALS:
-            self.num_drafting += 1
-            self.drafting_ns = min(self.drafting_ns, float(duration_ns))
-        elif has_drafts:
+        """The first ones count as much as later ones together: they may have waited for a compiler."""
+        if has_drafts:
             self.num_drafting = min(self.num_drafting + 1, 8)
             self.drafting_ns += (duration_ns - self.drafting_ns) / self.num_drafting
         else:
@@ -86,8 +81,7 @@ class DraftLengths:
                 return 0
             return self._max_drafts
         costs.since_trial += 1
-        far_apart = (cost - 1) / _TRIAL_SHARE if costs.num_drafting >= _FIRST_TRIALS else 0.0
-        if costs.since_trial >= max(_LEAST_APART, far_apart):
+        if costs.since_trial >= max(_LEAST_APART, (cost - 1) / _TRIAL_SHARE):
             costs.since_trial = 0
             return self._max_drafts
         return 0
