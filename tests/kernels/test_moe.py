@@ -19,6 +19,7 @@ from radixmesh.kernels.moe.grouped_gemm import (
     routed_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+from radixmesh.kernels.moe.row_experts import row_experts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_moe.py is for the GPU")
 
@@ -131,6 +132,22 @@ def test_experts_compute_what_torch_does(
     got = routed_experts(x_TD, routes, w_gate_up, w_down, residual_TD=residual_TD, out=residual_TD)
     assert residual_TD is None or got.data_ptr() == residual_TD.data_ptr()
     # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden", "mlp"), [(1, 64, 32), (2, 1100, 48), (1, 64, 1100)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_experts_of_few_rows_compute_what_torch_does(
+    num_rows: int, hidden: int, mlp: int, dtype: torch.dtype, has_residual: bool
+) -> None:
+    """Widths that fill no block, and picks that name an expert twice in different rows."""
+    x_TD, routes, w_gate_up, w_down = _operands(num_rows, 3, 2, hidden, mlp, dtype)
+    residual_TD = torch.randn(num_rows, hidden).to(dtype) if has_residual else None
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down, residual_TD)
+    got = row_experts(x_TD, routes, w_gate_up, w_down, residual_TD=residual_TD, out=residual_TD)
+    assert residual_TD is None or got.data_ptr() == residual_TD.data_ptr()
     error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
     assert float((got.float() - want.float()).norm() / want.float().norm()) < error
 
