@@ -97,7 +97,7 @@ def row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constex
 
 
 @triton.jit
-def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
+def row_scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
     """Inverse RMS of a row, [1] float32."""
     squares = x_chunks[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
@@ -106,7 +106,7 @@ def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
+def normed_chunks(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
     """RMSNorm of a row given its inverse RMS, rounded as `rms_norm` does."""
     dtype = x_chunks[0].dtype
     normed = ()
@@ -151,9 +151,9 @@ def _gemv_kernel(
         x_chunks = row_chunks(x_ptr + m * K, K, BLOCK_K, CHUNKS)
         scale = 1.0
         if IS_NORMED:
-            scale = _scale(x_chunks, eps, K, CHUNKS)
+            scale = row_scale(x_chunks, eps, K, CHUNKS)
         if HAS_NORM:
-            x_chunks = _normed(x_chunks, norm_chunks, scale, CHUNKS)
+            x_chunks = normed_chunks(x_chunks, norm_chunks, scale, CHUNKS)
             scale = 1.0
         # Without a norm weight the inverse RMS is applied to the result.
         result = dots(tiles, x_chunks, CHUNKS) * scale
