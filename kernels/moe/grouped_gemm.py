@@ -9,43 +9,17 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
 from radixmesh.kernels.moe.route import Routes
 
 _COMBINE_BLOCK = 1024
-# Pairs of an expert up to which it is used, places of a tile, and columns, depth, warps and stages of both GEMMs.
-_MEASURED = (
-    (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
-    (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
-    (64, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
-    (float("inf"), 128, (128, 64, 8, 3), (128, 64, 8, 3)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedConfig:
-    """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
-
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """tile_rows: places of a tile, 16 or a larger power of two."""
-
-    tile_rows: int
-    gate_up: GroupedConfig
-    down: GroupedConfig
 
 
 class ExpertVariant(NamedTuple):
@@ -74,11 +48,21 @@ def _clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
 
 
+@triton.jit
+def _dot(x, w, sums, PRECISION: tl.constexpr, IS_SWAPPED: tl.constexpr):
+    """sums + x @ w, or its transpose."""
+    if IS_SWAPPED:
+        sums = tl.dot(tl.trans(w), tl.trans(x), sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(x, w, sums, input_precision=PRECISION)
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x_ptr, w_ptr, bias_ptr, weights_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride,
     bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, IS_SWAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none.
     if PDL:
@@ -96,18 +80,21 @@ def _gate_up_kernel(
         gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         if weights_ptr is not None:
             scale = tl.load(weights_ptr + pairs, mask=pairs < num_pairs, other=0.0)[:, None]
-        gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
-        up_sums = tl.zeros((R, BLOCK_N), tl.float32)
+        gate_sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
+        up_sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            in_row = depth < K - start
+            # Constants where blocks fill the depth: loads are not masked along it then.
+            in_row = (depth < K - start) | (K % BLOCK_K == 0)
             x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
             if weights_ptr is not None:
                 x = (x.to(tl.float32) * scale).to(x.dtype)
             w_mask = in_row[:, None] & column_mask
             gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
             up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
-            gate_sums = tl.dot(x, gate, gate_sums, input_precision=PRECISION)
-            up_sums = tl.dot(x, up, up_sums, input_precision=PRECISION)
+            gate_sums = _dot(x, gate, gate_sums, PRECISION, IS_SWAPPED)
+            up_sums = _dot(x, up, up_sums, PRECISION, IS_SWAPPED)
+        if IS_SWAPPED:
+            gate_sums, up_sums = tl.trans(gate_sums), tl.trans(up_sums)
         if bias_ptr is not None:
             bias_at = bias_ptr + expert * bias_stride + columns
             gate_sums += tl.load(bias_at, mask=columns < F, other=0.0).to(tl.float32)[None, :]
@@ -120,31 +107,48 @@ def _gate_up_kernel(
         tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
 
 
+@triton.jit
+def _prefetch(at):
+    """Bytes at these addresses into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     h_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, bias_stride, D,
     K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    IS_SWAPPED: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    tile = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
+        if LINES > 0:
+            # The kernel ahead let this one start when it had waited for the tiles itself: they are there.
+            owner = tl.load(tile_experts_ptr + tile, cache_modifier=".cg").to(tl.int64)
+            if owner >= 0:
+                line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+                rows = tl.minimum(columns, D - 1).to(tl.int64)
+                _prefetch(w_ptr + owner * w_stride + rows[:, None] * K + tl.minimum(line, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
         places = tl.arange(0, R)
         pairs = tl.load(pairs_ptr + tile * R + places)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + places)[:, None] * K + depth[None, :]
         w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
-        sums = tl.zeros((R, BLOCK_N), tl.float32)
+        sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            in_row = depth < K - start
+            in_row = (depth < K - start) | (K % BLOCK_K == 0)
             h = tl.load(h_at + start, mask=row_mask & in_row[None, :], other=0.0)
             w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
-            sums = tl.dot(h, w, sums, input_precision=PRECISION)
+            sums = _dot(h, w, sums, PRECISION, IS_SWAPPED)
+        if IS_SWAPPED:
+            sums = tl.trans(sums)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=columns < D, other=0.0)
             sums += bias.to(tl.float32)[None, :]
@@ -230,9 +234,8 @@ def gate_up_silu(
         x_TD, w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N,
         num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F), mlp, A=tiles.num_picks,
         K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(x_TD),
-        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, PDL=use_pdl, launch_pdl=use_pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, IS_SWAPPED=config.is_swapped, PDL=use_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return gated_NRF
 
@@ -254,8 +257,9 @@ def down(
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
         gated_NRF, w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
         w_down_EDF.stride(0), _stride(b_down_ED), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns,
-        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), PDL=use_pdl, launch_pdl=use_pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), IS_SWAPPED=config.is_swapped,
+        LINES=config.prefetched_lines, PDL=use_pdl, num_warps=config.num_warps, num_stages=config.num_stages,
+        launch_pdl=use_pdl,
     )  # fmt: skip
     return results_PD
 
@@ -309,21 +313,6 @@ def routed_experts_reference(
             result_TD += variant.b_down_ED[expert].float()
         total_TD += is_picked_T1 * result_TD
     return total_TD.to(x_TD.dtype)
-
-
-def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> ExpertsConfig:
-    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone.
-
-    Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite in bf16; blocks of float32 have half the
-    depth, since shared memory holds as many bytes.
-    """
-    average = num_pairs / num_experts
-    _, tile_rows, gate_up_block, down_block = next(row for row in _MEASURED if average <= row[0])
-    gate_up, down_ = (
-        GroupedConfig(columns, depth * 2 // itemsize, num_warps, num_stages)
-        for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
-    )
-    return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
 
 
 def _stride(bias_EN: torch.Tensor | None) -> int:

@@ -30,7 +30,7 @@ _LANES, _LOAD_BYTES = 32, 16
 
 
 class SharedWeights(NamedTuple):
-    """Of an MLP beside the experts, S times as wide as one: w_gate_up [2 S F, D], gate's rows first, w_down [D, S F]."""
+    """Of an MLP beside the experts, S times as wide as one: gate and up [2 S F, D], gate's rows first; [D, S F]."""
 
     w_gate_up: torch.Tensor
     w_down: torch.Tensor

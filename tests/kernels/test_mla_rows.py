@@ -82,9 +82,7 @@ def test_no_rows_are_no_work() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "num_experts"), [(5, 7), (9, 7), (40, 20), (1030, 40)])
-def test_router_logits_are_float32(
-    num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_router_logits_are_float32(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
     """One row a program, and tiles of both sizes."""
     x_TD, w_ED = torch.randn(num_rows, 150, device=device).to(dtype), torch.randn(num_experts, 150, device=device)
     got, want = router_logits(x_TD, w_ED), router_logits_reference(x_TD, w_ED)

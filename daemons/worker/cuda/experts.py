@@ -64,9 +64,7 @@ class RowExperts:
 
     def add_to(self, residual_TD: torch.Tensor, norm: RowNorm, routes: Routes) -> None:
         """Adds what is made of RMSNorm(residual) to the residual in place."""
-        self._ops.add_row_experts(
-            residual_TD, norm, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._shared
-        )
+        self._ops.add_row_experts(residual_TD, norm, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._shared)
 
 
 class Fp8Experts(Experts):

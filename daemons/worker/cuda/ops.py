@@ -19,10 +19,10 @@ from radixmesh.kernels.mla_rows import (
     mla_rows,
     mla_rows_reference,
 )
+from radixmesh.kernels.moe.experts_config import default_config
 from radixmesh.kernels.moe.grouped_gemm import (
     SWIGLU,
     ExpertVariant,
-    default_config,
     routed_experts,
     routed_experts_reference,
 )
