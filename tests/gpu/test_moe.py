@@ -65,7 +65,7 @@ def test_a_rows_bits_depend_on_itself_alone_in_one_configuration() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_one_row_in_few_launches_is_torchs(shape: str, dtype: torch.dtype, use_pdl: bool) -> None:
-    """From the residual to the residual, several times in one graph: no launch reads what the one ahead still writes."""
+    """From the residual to the residual, several times in a graph: no launch reads what the one ahead still writes."""
     hidden, mlp, num_experts, rule = _SHAPES[shape]
     experts = (
         _random(num_experts, 2 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5),
