@@ -46,7 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     vocabulary = Vocabulary.load(args.model)
     ids = vocabulary.tokenizer.encode(TEXT, add_special_tokens=False).ids
-    outputs = [[ids[(entry + place) % len(ids)] for place in range(args.tokens)] for entry in range(args.entries)]
+    outputs = [[ids[(entry + position) % len(ids)] for position in range(args.tokens)] for entry in range(args.entries)]
     results: dict[str, object] = {
         "command": " ".join(sys.argv),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
@@ -73,14 +73,14 @@ def bench_domain(vocabulary: Vocabulary, outputs: list[list[int]], stops: list[s
     batches = [
         TokenBatch(
             handles=list(range(len(outputs))),
-            first_indexes=[place] * len(outputs),
+            first_indexes=[position] * len(outputs),
             counts=[1] * len(outputs),
             finals=bytes(len(outputs)),
-            ids=[output[place] for output in outputs],
+            ids=[output[position] for output in outputs],
             min_id=0,
             max_id=vocabulary.vocab_size - 1,
         )
-        for place in range(num_tokens)
+        for position in range(num_tokens)
     ]
     start = time.process_time()
     for batch in batches:
@@ -130,12 +130,12 @@ async def stream_all(address: str, outputs: list[list[int]], stops: list[str], p
             pb.DetokenizeRequest(
                 tokens=pb.TokenRows(
                     handles=packed,
-                    first_output_indexes=pack_ints([place] * len(outputs)),
+                    first_output_indexes=pack_ints([position] * len(outputs)),
                     counts=ones,
-                    ids=pack_ints([output[place] for output in outputs]),
+                    ids=pack_ints([output[position] for output in outputs]),
                 )
             )
-            for place in range(num_tokens)
+            for position in range(num_tokens)
         ]
         room = asyncio.Semaphore(NUM_IN_FLIGHT)
 

@@ -70,10 +70,10 @@ async def ask(port: int, prompt: str, max_tokens: int) -> int:
 
 
 async def run_clients(port: int, prompts: Sequence[str], max_tokens: int, at_once: int) -> int:
-    places = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
     async def one(prompt: str) -> int:
-        async with places:
+        async with slots:
             return await ask(port, prompt, max_tokens)
 
     return sum(await asyncio.gather(*map(one, prompts)))
@@ -175,18 +175,18 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     for number in range(options.rounds):
         for workload in options.workload:
-            for place, tree in enumerate(trees):
+            for index, tree in enumerate(trees):
                 seen = asyncio.run(measure(tree, workload, options.port, options.profile))
-                rows.append({"round": number, "workload": workload, "tree": place, **seen})
+                rows.append({"round": number, "workload": workload, "tree": index, **seen})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     medians = {
         workload: [
             statistics.median(
                 float(str(row["router_us_per_token"]))
                 for row in rows
-                if row["workload"] == workload and row["tree"] == place
+                if row["workload"] == workload and row["tree"] == index
             )
-            for place in range(len(trees))
+            for index in range(len(trees))
         ]
         for workload in options.workload
     }

@@ -170,8 +170,8 @@ def _all_cells(runs: list[Run]) -> list[object]:
 def _over_grpc(report: Run) -> str:
     names = [row["depth"] for row in report["rounds"][0]]
     rows = []
-    for place, name in enumerate(names):
-        cells = [rounds[place] for rounds in report["rounds"]]
+    for index, name in enumerate(names):
+        cells = [rounds[index] for rounds in report["rounds"]]
         best = min(cells, key=lambda row: row["load_average"])
         rows.append(
             [

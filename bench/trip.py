@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         visits = _visits(Path(folder), idle, trips)
     files = {visit.path for visit in visits}
     for visit in visits:
-        place = f"{visit.daemon:<12}{visit.path}"
-        print(f"{visit.after_ms:8.2f} ms  {place}  ({visit.function}, {visit.num_functions} functions)")
+        label = f"{visit.daemon:<12}{visit.path}"
+        print(f"{visit.after_ms:8.2f} ms  {label}  ({visit.function}, {visit.num_functions} functions)")
     print(f"{len(files)} files, {len(visits)} with those that several daemons enter counted for each")
     for daemon in DAEMONS:
         print(f"{daemon:<12}{sum(visit.daemon == daemon for visit in visits)}")

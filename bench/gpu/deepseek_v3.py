@@ -62,7 +62,7 @@ _PICKED = {"num_picks": _PICKS, "num_groups": 8, "num_picked_groups": 4, "group_
 _RULE = RouterRule(is_sigmoid=True, is_normalised=True, weight_scale=2.5, **_PICKED)
 _MEMORY_TB_S, _FP8_TFLOP_S, _BF16_TFLOP_S = 4.8, 1979.0, 989.0
 _TURNS = 4
-# Places of a tile, then warps and stages of gate and up, and columns, warps and stages of down.
+# Slots of a tile, then warps and stages of gate and up, and columns, warps and stages of down.
 _TILES = {1: (16,), 32: (16,), 128: (16, 32), 512: (32, 64)}
 _GATE_UP = ((4, 3), (4, 4), (4, 5), (8, 3), (8, 4))
 _DOWN = ((64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 5), (128, 8, 4))
@@ -115,8 +115,8 @@ class _Layer:
             w_in=linear(_QUERY + _LATENT, _HIDDEN),
             query=LatentQuery(norm_Q=_ones(_QUERY), eps=1e-6, w_query=linear(_HEADS * (_NOPE + _ROPE), _QUERY)),
             latent_norm=LatentNorm(_ones(_RANK), 1e-6, True),
-            key_HRn=_random(_HEADS, _NOPE, _RANK).mul_(_RANK**-0.5).transpose(1, 2),
-            value_HvR=_random(_HEADS, _VALUE, _RANK).mul_(_RANK**-0.5),
+            w_expand_HER=_random(_HEADS, _NOPE + _VALUE, _RANK).mul_(_RANK**-0.5),
+            nope_dim=_NOPE,
             w_out=linear(_HIDDEN, _HEADS * _VALUE),
             angles=RopeAngles(angles.cos(), angles.sin()),
             latents_S1C=_random(num_tokens, 1, _LATENT),

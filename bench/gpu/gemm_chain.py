@@ -152,14 +152,14 @@ class Chain:
 
 
 def check_chain(num_rows: int) -> dict[str, object]:
-    """With each candidate's place of all matrices in turn."""
+    """With each candidate's option for all matrices in turn."""
     chain = Chain(num_rows, _CHECKED_LAYERS)
     kernel = GemmSm90(CudaDriver(), Nvrtc().cubin)
     inputs = [random_tensor(num_rows, HIDDEN) for _ in range(6)]
     expected = _outputs(chain, chain.graph(TorchGemm()), inputs)
     worst, furthest, num_other_bits, num_replays = 0.0, 0.0, 0, 0
-    for place in (0, 1, -1):
-        table = {problem: _bound(kernel, problem, options(problem)[place]) for problem in chain.groups()}
+    for index in (0, 1, -1):
+        table = {problem: _bound(kernel, problem, options(problem)[index]) for problem in chain.groups()}
         graph = chain.graph(TunedGemm(table))
         first = _outputs(chain, graph, inputs)
         for found, wanted in zip(first, expected, strict=True):
@@ -178,7 +178,7 @@ def check_chain(num_rows: int) -> dict[str, object]:
 
 
 def measure(num_rows: int) -> dict[str, object]:
-    """Microseconds a layer with cuBLASLt's tuned GEMMs, with ours, and with ours in one place or all but one."""
+    """Microseconds a layer with cuBLASLt's tuned GEMMs, with ours, and with ours for one matrix or all but one."""
     started = time.monotonic()
     chain = Chain(num_rows, _LAYERS)
     device = torch.device("cuda")

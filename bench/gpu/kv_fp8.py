@@ -56,7 +56,7 @@ def attention(shape: dict[str, object], rows: int, context: int, configs: list[S
     lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
     q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
     scale = dim**-0.5
-    place = (tables, slots, lens, 1, scale, None)
+    target = (tables, slots, lens, 1, scale, None)
     wants = []
     for row in range(0, rows, max(1, rows // 6)):
         k, v = (plane[tables[row].long()].float().repeat_interleave(heads // kv_heads, 1) for plane in planes)
@@ -69,7 +69,7 @@ def attention(shape: dict[str, object], rows: int, context: int, configs: list[S
             workspace = DecodeWorkspace(rows, heads, kv_heads, dim, "cuda", dtype, config=config)
             plan_decode(lens, workspace)
             out = torch.empty_like(q)
-            seconds = time_graph(partial(paged_decode, q, keys, values, *place, workspace, out))
+            seconds = time_graph(partial(paged_decode, q, keys, values, *target, workspace, out))
             error = max(float((out[row].float() - want).norm() / want.norm()) for row, want in wants)
             num_bytes = 2 * num_tokens * kv_heads * dim * dtype.itemsize
             found.append(

@@ -67,10 +67,19 @@ _SPLITS = {
     128: ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2)),
 }
 _PREFIXES = ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2))
-# (heads, chunks, tokens of each, tokens before them): in the up-projected form beside the absorbed one
-_PROMPTS = ((16, 16, 512, 0), (16, 1, 8192, 0), (16, 4, 2048, 2048), (128, 4, 512, 0), (128, 1, 4096, 0))
-_PROMPT_BLOCKS = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (128, 64, 8, 3))
-_CHUNKS = ((64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 3), (64, 32, 4, 3), (128, 32, 8, 3))
+# (heads, chunks, tokens of each, tokens before them, chunks that share those): in the up-projected form beside the
+# absorbed one
+_PROMPTS = (
+    (16, 16, 512, 0, 1),
+    (16, 64, 128, 0, 1),
+    (16, 64, 128, 2048, 16),
+    (16, 64, 128, 1024, 1),
+    (16, 4, 2048, 2048, 1),
+    (128, 4, 512, 0, 1),
+    (128, 1, 4096, 0, 1),
+)
+_PROMPT_BLOCKS = ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2))
+_CHUNKS = ((64, 64, 8, 3), (64, 32, 8, 5))
 
 Record = dict[str, object]
 Launch = Callable[[int], object]
@@ -156,12 +165,16 @@ def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int
     return _figures(micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
 
 
-def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int]) -> Record:
+def _prompt(pool: _Pool, case: tuple[int, int, int, int, int], config: tuple[int, int, int, int]) -> Record:
     """Microseconds of both forms, from queries to results by head. Plain and value dims of a head are 128."""
-    heads, chunks, new, before = case
+    heads, chunks, new, before, per_group = case
     _, slots, lens = _rows(chunks, heads, before + new)
     starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
     tables = pool.tables(chunks, before + new)[:4]
+    for table in tables:
+        of_groups = table.view(-1, per_group, before + new)
+        of_groups[:, :, :before] = of_groups[:, :1, :before].clone()
+    tokens = [chunk_tokens(table.cpu().numpy(), lens.cpu().numpy(), 1).to(lens.device) for table in tables]
     expand = torch.randn(heads, 256, _RANK, device="cuda", dtype=torch.bfloat16) * _RANK**-0.5
     q = torch.randn(chunks * new, heads, 128 + _ROPE, device="cuda", dtype=torch.bfloat16)
     absorbed = q.new_empty(len(q), heads, _LATENT)
@@ -175,8 +188,8 @@ def _prompt(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int
         return head_gemm_reference(latents, expand[:, 128:])
 
     def project(turn: int) -> torch.Tensor:
-        tokens = chunk_tokens(tables[turn], slots, lens, 1, chunks * (before + new))
-        return mla_prompt(q, pool.latents_SC, tokens, expand, starts, lens, _SCALE, values, tuned)
+        of_plain, of_rope = q[..., :128], absorbed[..., _RANK:]
+        return mla_prompt(of_plain, of_rope, pool.latents_SC, tokens[turn], expand, starts, lens, _SCALE, values, tuned)
 
     out, want = project(0).float(), absorb(0).float()
     if not float((out - want).norm() / want.norm()) < 0.02:

@@ -44,17 +44,17 @@ async def detokenize(address: str, ids: Sequence[int], num_rows: int, num: int) 
         hello = make_hello(daemon="router", instance_id="hops")
         await call.write(detokenizer_pb2.DetokenizeRequest(hello=hello, opens=opens))
         await call.read()
-        place = 0
+        position = 0
 
         async def push() -> None:
-            nonlocal place
+            nonlocal position
             rows = detokenizer_pb2.TokenRows(
                 handles=pack_ints(range(num_rows)),
-                first_output_indexes=pack_ints([place] * num_rows),
+                first_output_indexes=pack_ints([position] * num_rows),
                 counts=pack_ints([1] * num_rows),
-                ids=pack_ints([ids[(row + place) % len(ids)] for row in range(num_rows)]),
+                ids=pack_ints([ids[(row + position) % len(ids)] for row in range(num_rows)]),
             )
-            place += 1
+            position += 1
             await call.write(detokenizer_pb2.DetokenizeRequest(tokens=rows))
             num_back = 0
             while num_back < num_rows:

@@ -17,11 +17,11 @@ def best_hit_rate(prompts: Sequence[tuple[int, list[bytes]]], replicas: int, kv_
     evicts what is asked for latest (L. A. Belady, 1966): blocks of one prompt are needed together, so whole prefixes.
     """
     uses: dict[bytes, list[int]] = {}
-    for place, (_, blocks) in enumerate(prompts):
+    for index, (_, blocks) in enumerate(prompts):
         for key in blocks:
-            uses.setdefault(key, []).append(place)
+            uses.setdefault(key, []).append(index)
     never = len(prompts)
-    following = {key: iter([*places[1:], never]) for key, places in uses.items()}
+    following = {key: iter([*indexes[1:], never]) for key, indexes in uses.items()}
     room, cached = replicas * kv_tokens // BLOCK, dict[bytes, int]()
     # Latest next use first, of those the last blocks of a prefix. Entries whose block has been used since are skipped.
     latest: list[tuple[int, int, bytes]] = []

@@ -31,12 +31,12 @@ def plot(results: Results, path: Path) -> None:
     for axis, (name, label, is_log) in zip(axes, _ROWS, strict=True):
         for number, policy in enumerate(policies):
             heights = [_height(results[workload], policy, name) for workload in workloads]
-            places = [place + (number - (len(policies) - 1) / 2) * width for place in range(len(workloads))]
-            axis.bar(places, heights, width, label=policy, color=f"C{number}")
+            xs = [x + (number - (len(policies) - 1) / 2) * width for x in range(len(workloads))]
+            axis.bar(xs, heights, width, label=policy, color=f"C{number}")
         if name == "hit_rate":
-            for place, workload in enumerate(workloads):
+            for x, workload in enumerate(workloads):
                 best = next(iter(results[workload].values()))["best_hit_rate"]
-                axis.hlines(best, place - 0.45, place + 0.45, linestyles="dashed", colors="black", linewidth=1)
+                axis.hlines(best, x - 0.45, x + 0.45, linestyles="dashed", colors="black", linewidth=1)
         axis.set_ylabel(label, fontsize=8)
         axis.grid(axis="y", alpha=0.3)
         if is_log:

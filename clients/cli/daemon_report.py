@@ -126,15 +126,15 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
 
 
 def _place_of(what: worker_pb2.Capabilities) -> str:
-    """The rank, and its place in each kind of parallelism that there is."""
+    """The rank, and its index in each kind of parallelism that there is."""
     layout = what.layout
     kinds = (
         ("tp", layout.tp_rank, layout.tp_size),
         ("dp", layout.dp_rank, layout.dp_size),
         ("ep", layout.ep_rank, layout.ep_size),
     )
-    places = " ".join(f"{kind} {rank}/{size}" for kind, rank, size in kinds if size > 1)
-    return f"rank {what.rank} of {what.world_size}" + (f" ({places})" if places else "")
+    indexes = " ".join(f"{kind} {rank}/{size}" for kind, rank, size in kinds if size > 1)
+    return f"rank {what.rank} of {what.world_size}" + (f" ({indexes})" if indexes else "")
 
 
 async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Access) -> _Answer:

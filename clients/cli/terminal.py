@@ -45,7 +45,7 @@ class Terminal:
         """Writes a line, or several, at once. Of what could steer a terminal only our own colours come through."""
         parts = _OWN_COLOUR.split(text) if self._has_colour else [text]
         # The odd ones are what the pattern caught.
-        safe = "".join(part if place % 2 else escape_controls(part) for place, part in enumerate(parts))
+        safe = "".join(part if index % 2 else escape_controls(part) for index, part in enumerate(parts))
         self._stream.write(f"{safe}\n")
         self._stream.flush()
 

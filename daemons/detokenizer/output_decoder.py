@@ -115,7 +115,7 @@ class OutputDecoder:
         return text + more + finder.release()
 
     def _end_at(self, match: Match, text: str, num_more_tokens: int) -> str:
-        """text: up to the match's end, the match's places count in it."""
+        """text: up to the match's end, the match's positions count in it."""
         self.num_tokens += num_more_tokens
         self.stop = StopHit(match.stop, self.num_tokens)
         return text if self._include_stop else text[: match.start]

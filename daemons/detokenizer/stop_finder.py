@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 
 class Match(NamedTuple):
-    """stop: the string. start, end: its place in the text that was searched, in characters."""
+    """stop: the string. start, end: its position in the text that was searched, in characters."""
 
     stop: str
     start: int
@@ -59,7 +59,7 @@ class StopSet:
         """The match that counts. None ends within the first num_old characters, and those are a prefix of some stop."""
         best: Match | None = None
         for stop in self._stops:
-            # A match has a new character at its end: few places are left to look at, even in a long text.
+            # A match has a new character at its end: few positions are left to look at, even in a long text.
             start = text.find(stop, max(0, num_old + 1 - len(stop)))
             if start < 0:
                 continue
@@ -71,8 +71,8 @@ class StopSet:
     def open_start(self, text: str) -> int:
         """Start of the longest suffix of text that begins a stop string; len(text) if there is none.
 
-        text holds no match. The caller passes the suffix found last time + new text, so each place is given up once:
-        linear in the text, with a binary search among the stops per place.
+        text holds no match. The caller passes the suffix found last time + new text, so each position is given up once:
+        linear in the text, with a binary search among the stops per position.
         """
         first_chars = self._first_chars
         for start in range(max(0, len(text) + 1 - self._max_len), len(text)):
@@ -82,8 +82,8 @@ class StopSet:
 
     def _is_beginning(self, text: str) -> bool:
         # Strings that begin with text follow it in the order at once.
-        place = bisect_left(self._sorted, text)
-        return place < len(self._sorted) and self._sorted[place].startswith(text)
+        index = bisect_left(self._sorted, text)
+        return index < len(self._sorted) and self._sorted[index].startswith(text)
 
 
 class StopFinder:
@@ -96,7 +96,7 @@ class StopFinder:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, Match | None]:
-        """Text that is surely before any match, and the match if there is one (its places count from there on back:
+        """Text that is surely before any match, and the match if there is one (its positions count from there on back:
         from the start of what was held). After a match the finder is done; text is then all before the match's end."""
         stops = self._stops
         if not self.held and stops.is_far_from(text):

@@ -9,7 +9,7 @@ from radixmesh.daemons.front.backend_pool import BackendPool, Probe
 from radixmesh.daemons.front.config import FrontSettings
 from radixmesh.daemons.front.listener import Listener
 from radixmesh.daemons.front.probes import grpc_probe, http_probe
-from radixmesh.daemons.front.room import Room, places_within_files
+from radixmesh.daemons.front.room import Room, connections_within_files
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.rpc.lookup import look_up
@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
 # Counted, never sent: a connection says what is wrong by its end.
-_NO_PLACE = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "no place for a connection: raise --connections")
+_FULL = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "no room for a connection: raise --connections")
 
 
 class FrontDaemon(Daemon):
@@ -29,7 +29,7 @@ class FrontDaemon(Daemon):
     def __init__(self, runtime: Runtime, settings: FrontSettings) -> None:
         self._settings = settings
         self._runtime = runtime
-        self._room = Room(places_within_files(settings.connections), lambda: runtime.metrics.count_error(_NO_PLACE))
+        self._room = Room(connections_within_files(settings.connections), lambda: runtime.metrics.count_error(_FULL))
         self._listeners: list[Listener] = []
         self._pools: list[BackendPool] = []
         self._watching: list[asyncio.Task[None]] = []

@@ -78,7 +78,7 @@ class Listener:
         now = time.monotonic()
         if now - self._last_refusal_s >= _LOG_EVERY_S:
             self._last_refusal_s = now
-            log.warning("connections_refused", max=room.num_places, refused_so_far=room.num_refused)
+            log.warning("connections_refused", max=room.max_connections, refused_so_far=room.num_refused)
 
     async def _connect(self, client: ConnectionEnd) -> None:
         until = time.monotonic() + self._wait_s

@@ -10,17 +10,17 @@ _OTHER_FILES = 128
 
 
 class Room:
-    """Places for connections, shared by all listeners. on_refused: told of each connection for which there was none."""
+    """At most `max_connections` at once, shared by all listeners. on_refused: told of each one beyond."""
 
-    def __init__(self, num_places: int, on_refused: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, max_connections: int, on_refused: Callable[[], object] = lambda: None) -> None:
         self._on_refused = on_refused
-        self.num_places = num_places
+        self.max_connections = max_connections
         self.num_refused = 0
         self._num_taken = 0
 
     def take(self) -> bool:
-        """False, and one more refused: there is no place."""
-        if self._num_taken >= self.num_places:
+        """False, and one more refused: all are taken."""
+        if self._num_taken >= self.max_connections:
             self.num_refused += 1
             self._on_refused()
             return False
@@ -31,7 +31,7 @@ class Room:
         self._num_taken -= 1
 
 
-def places_within_files(wanted: int) -> int:
+def connections_within_files(wanted: int) -> int:
     """At most `wanted` connections: each takes two files, its own and that to a router. Raises the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + _OTHER_FILES

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         patience_s=settings.grpc_message_s,
         num_receiving=max(3, settings.grpc_receiving_bytes // settings.grpc_message_bytes),
         num_sending=2,
-        # Strangers' calls that send nothing hold a place for so long.
+        # Strangers' calls that send nothing hold a connection for so long.
         quick_s=0.25,
     )
     return run_daemon("router", settings, build, limits)

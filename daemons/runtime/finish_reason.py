@@ -12,6 +12,8 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    HANDED_OVER = 5
+    """Of a prefill: the output goes on where its KV went. Clients never see it."""
 
     @property
     def label(self) -> str:

@@ -4,13 +4,14 @@ It counts the time that requests lose by the choice, its own and that of others:
 
 - its own wait: the tokens queued there, and those of the prompt that are not cached;
 - that of outputs there, which stand still while those tokens are computed. Not in full: a prefix that is computed a
-  second time serves all later requests with it, and where many outputs share few slots a second place is worth more;
+  second time serves all later requests with it, and where many outputs share few slots a second replica is worth more;
 - that of later ones: tokens computed again, since the prompt's KV evicts cached prefixes;
 - a row more in every step of the outputs there.
 
-The longest prefix alone would send everything that shares one to the same place; so it spreads to a second one as soon
-as waiting costs more than computing, and first to one with few outputs. The factors are those that served six kinds of
-load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s of a crowd.
+The longest prefix alone would send everything that shares one to the same replica; so it spreads to a second one as
+soon as waiting costs more than computing, and first to one with few outputs. The factors are those that served six
+kinds of load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s
+of a crowd.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def placement_costs(
     free_tokens: IntColumn,
     num_outputs: IntColumn,
 ) -> npt.NDArray[np.float64]:
-    """Cost at each place, float64 [places], of a prompt of num_tokens; columns have one entry a place.
+    """Cost at each replica, float64 [replicas], of a prompt of num_tokens; columns have one entry a replica.
 
     matched_tokens: of the prompt, cached there. free_tokens: room in KV memory that nobody's prefix takes.
     """

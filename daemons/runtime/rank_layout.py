@@ -1,4 +1,4 @@
-"""The place of a rank among those that hold one model together."""
+"""The position of a rank among those that hold one model together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """A rank's place in its group; the comments of worker.v1.RankLayout hold. Weights load by it.
+    """A rank's position in its group; the comments of worker.v1.RankLayout hold. Weights load by it.
 
-    Raises ValueError, which names the flag, for a place that no group has.
+    Raises ValueError, which names the flag, for a position that no group has.
     """
 
     tp_size: int = 1
@@ -78,7 +78,7 @@ class RankLayout:
 
     @property
     def flags(self) -> str:
-        """The flags that a worker of this place is started with."""
+        """The flags that a worker at this position is started with."""
         return " ".join(
             f"--{kind}-size {getattr(self, f'{kind}_size')} --{kind}-rank {getattr(self, f'{kind}_rank')}"
             for kind in ("tp", "dp", "ep")

@@ -10,7 +10,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 # Printable ASCII without spaces: nothing that a header, a line of a log or a terminal could take for more than text.
 _CHARS = "[!-~]"
 MAX_REQUEST_ID_LEN = 256
-# An HTTP request with several prompts makes one request each: "<id>-<place>".
+# An HTTP request with several prompts makes one request each: "<id>-<index>".
 _MAX_SUFFIX_LEN = 16
 # Searched for by the parser of bodies; `$` would let a last line break pass.
 HTTP_REQUEST_ID_PATTERN = rf"^{_CHARS}{{1,{MAX_REQUEST_ID_LEN - _MAX_SUFFIX_LEN}}}\Z"

@@ -74,7 +74,7 @@ def output_seed(seed: int, index: int) -> int:
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     """Checks and converts. Raises INVALID_ARGUMENT naming the field and its range."""
-    # A request is checked at several places, and most clients use the same few options: short ones are remembered, but
+    # A request is checked several times, and most clients use the same few options: short ones are remembered, but
     # for those with a seed, which hardly come again (what reaches schedulers and workers has one).
     if message.HasField("seed") or message.ByteSize() > _REMEMBERED_BYTES:
         return _sampling_of(message)

@@ -191,6 +191,6 @@ def _cut_at_open_end(text: str, message: JsonObject) -> str:
     mark = _OPEN_END.strip()
     if content.strip() not in text or mark not in text:
         raise invalid_chat("the model's chat template does not show the last message as it is: it cannot be continued")
-    place = text.rindex(mark)
+    end = text.rindex(mark)
     # A template that trims contents has taken the mark's space, and would have taken the content's own.
-    return text[:place] if text.startswith(_OPEN_END, place) else text[:place].rstrip()
+    return text[:end] if text.startswith(_OPEN_END, end) else text[:end].rstrip()

@@ -164,16 +164,16 @@ class TextCodec:
         """items: texts, and beside each what a chat template rendered, "" for a text as it came."""
         found: dict[int, Encoded] = {}
         for add_special_tokens in (True, False):
-            places = [i for i, (item, _) in enumerate(items) if item.add_special_tokens == add_special_tokens]
-            encoded = self.encode_texts([items[i][0].text for i in places], add_special_tokens)
-            for place, ids in zip(places, encoded, strict=True):
+            indexes = [i for i, (item, _) in enumerate(items) if item.add_special_tokens == add_special_tokens]
+            encoded = self.encode_texts([items[i][0].text for i in indexes], add_special_tokens)
+            for index, ids in zip(indexes, encoded, strict=True):
                 if isinstance(ids, MeshError):
-                    found[place] = Encoded(empty_ints(), error=ids)
+                    found[index] = Encoded(empty_ints(), error=ids)
                 elif max_tokens and len(ids) > max_tokens:
-                    found[place] = Encoded(empty_ints(), error=_too_long(len(ids), max_tokens))
+                    found[index] = Encoded(empty_ints(), error=_too_long(len(ids), max_tokens))
                 else:
-                    found[place] = Encoded(ids, items[place][1])
-        return [found[place] for place in range(len(items))]
+                    found[index] = Encoded(ids, items[index][1])
+        return [found[index] for index in range(len(items))]
 
     def _encode_long(self, item: TextItem, max_tokens: int) -> Steps[Encoded]:
         """In parts where the text can be cut, until it is clear that it does not fit."""

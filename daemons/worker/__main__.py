@@ -14,8 +14,10 @@ from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, create_member, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
-from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
+from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.core_config import CoreConfig
 from radixmesh.daemons.worker.group_member import GroupMember
+from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
@@ -37,12 +39,14 @@ class WorkerDaemon(Daemon):
                 dump_folder=settings.dump_folder,
                 record_plans=settings.record_plans,
                 predecessor_end=settings.predecessor_end,
+                transfer_staging_bytes=settings.transfer_staging_bytes,
             ),
             runtime.progress,
             runtime.metrics,
             runtime.fail,
             runtime.tracer,
             member or create_member(settings),
+            GrpcTransport(settings.tls) if settings.transfer_staging_bytes else None,
         )
         service = WorkerService(self.core, _stream_maker(settings))
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)

@@ -86,7 +86,7 @@ def load_model(
 
 
 def create_member(settings: WorkerSettings) -> GroupMember:
-    """The worker's place among the ranks of its group, and what connects it with those that it computes with."""
+    """The worker's position among the ranks of its group, and what connects it with those that it computes with."""
     layout = settings.rank_layout
     if settings.backend is not Backend.CPU or layout.tp_size == layout.ep_size == 1:
         return UnconnectedMember(layout)
@@ -144,7 +144,16 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
         runner.verify(guided, max_drafts=num_forced)
         return
     most = speculation.max_drafts
-    drafter = ByGrammar(guided, num_forced, drafters().create(speculation.algorithm), most)
+    if speculation.algorithm in drafters().names:
+        free = drafters().create(speculation.algorithm)
+    else:
+        from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
+
+        assert settings.model is not None
+        free = load_model_drafter(
+            speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
+        )
+    drafter = ByGrammar(guided, num_forced, free, most)
     runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
 
 

@@ -1,4 +1,4 @@
-"""Messages in which a worker describes itself before it is claimed: its hello, place in a group, sizes of its model."""
+"""Messages in which a worker describes itself before it is claimed: its hello, position in a group, model's sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def claimed(epoch: int, executor: StepExecutor | None) -> worker_pb2.Claimed:
     return worker_pb2.Claimed(epoch=epoch, experts=moves.to_proto() if moves is not None else None)
 
 
-def add_place(capabilities: worker_pb2.Capabilities, member: GroupMember) -> None:
+def add_layout(capabilities: worker_pb2.Capabilities, member: GroupMember) -> None:
     """Rank, layout and rendezvous of the group that this worker belongs to."""
     capabilities.rank = member.layout.rank
     capabilities.world_size = member.layout.world_size

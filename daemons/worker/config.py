@@ -48,13 +48,18 @@ class WorkerSettings(CommonSettings):
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
         "once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
-        "verifies beside a row's last one, CPU and CUDA: off or ngram (as its own text went on before)")  # fmt: skip
+        "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
+        "standalone (a smaller model of the same vocabulary)")  # fmt: skip
+    speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
+        "format, for --speculative-algorithm standalone")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
         "--speculative-num-draft-tokens")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
         "one included; none: one more than --speculative-num-steps")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
+    transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
+        "and decode); 0: there are no transfers")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
@@ -95,13 +100,13 @@ class WorkerSettings(CommonSettings):
     )
     simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
     tp_size: int = setting(1, "ranks that share one batch (tensor parallelism)")
-    tp_rank: int = setting(0, "place of this worker among them, from 0 on")
+    tp_rank: int = setting(0, "position of this worker among them, from 0 on")
     group_host: str = setting("", "address of this machine by which the other ranks reach this one, with --tp-size; "
         "empty: that of --listen")  # fmt: skip
     dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
     dp_rank: int = setting(0, "the one of them that this worker computes, from 0 on")
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
-    ep_rank: int = setting(0, "place of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
+    ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, places of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
@@ -126,6 +131,8 @@ class WorkerSettings(CommonSettings):
         if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1 or self.ep_size > 1):
             raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 and --ep-size 1 alone "
                 "has it so far")  # fmt: skip
+        if self.transfer_staging_bytes < 0:
+            raise ValueError(f"{_flag('transfer_staging_bytes')} must be >= 0, not {self.transfer_staging_bytes}")
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
@@ -184,7 +191,7 @@ class WorkerSettings(CommonSettings):
     def speculation(self) -> Speculation | None:
         """None: off."""
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return read_speculation(self.speculative_algorithm, steps, tokens)
+        return read_speculation(self.speculative_algorithm, steps, tokens, self.speculative_draft_model_path)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -219,6 +226,9 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.backend is Backend.CUDA and settings.speculative_algorithm is not SpeculativeAlgorithm.NGRAM:
+        raise ValueError(f"{flag} {settings.speculative_algorithm} is for --backend cpu so far: the cuda backend "
+            "drafts with ngram alone")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.progress import Progress
@@ -21,11 +18,14 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.build import build_of_worker
-from radixmesh.daemons.worker.capabilities import add_model, add_place, worker_hello
+from radixmesh.daemons.worker.capabilities import add_layout, add_model, worker_hello
+from radixmesh.daemons.worker.core_config import CoreConfig
 from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
+from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
@@ -47,20 +47,6 @@ _LAST_WORDS_S = 0.2
 _MOST_COMPLETED = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreConfig:
-    """Settings apart from the model. `dump_folder` (None: see PrivateFolder) gets the plans of died steps and
-    profiler traces; the file `record_plans`, if one is named, every plan."""
-
-    backend: str
-    max_plans_in_flight: int
-    max_blob_bytes: int
-    blob_store_bytes: int
-    dump_folder: Path | None
-    record_plans: Path | None = None
-    predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
-
-
 class WorkerCore:
     """One worker. on_failed: called once when a step died, after its refusal had time to leave."""
 
@@ -73,7 +59,9 @@ class WorkerCore:
         on_failed: Callable[[BaseException], None],
         tracer: Tracer | None = None,
         member: GroupMember | None = None,
+        transport: KvTransport | None = None,
     ) -> None:
+        """transport: carries KV to other workers; None: there are no transfers."""
         self.member: GroupMember = member or UnconnectedMember()
         self._tracer = tracer or NoTracer()
         self.config = config
@@ -98,6 +86,14 @@ class WorkerCore:
             max_plans=2 * config.max_plans_in_flight, keeps_completed=self.member.layout.world_size > 1
         )
         self._is_draining = False
+        self.transfers = KvTransfers(
+            instance_id,
+            staging_bytes=config.transfer_staging_bytes,
+            transport=transport,
+            run=self._queue.run,
+            check_holder=self.ledger.check_holder,
+            received_step=lambda: self.ledger.last_received_step,
+        )
         self.formation = GroupFormation(
             self.ledger,
             self.member,
@@ -132,6 +128,7 @@ class WorkerCore:
             self.pins,
         )
         self._hello.model.CopyFrom(model)
+        self.transfers.attach(executor, model.model_fingerprint)
         self._state = worker_pb2.WORKER_STATE_READY
 
     @property
@@ -159,9 +156,11 @@ class WorkerCore:
             takes_alive=True,
             takes_plan_batches=True,
         )
-        add_place(capabilities, self.member)
+        add_layout(capabilities, self.member)
         if self.executor is not None:
             add_model(capabilities, self.executor, self._hello.model.model_fingerprint)
+            if (kv := self.transfers.format) is not None:
+                capabilities.transfer_kv.CopyFrom(kv)
         return capabilities
 
     def fence(self, holder: Holder, epoch: int, instance_id: str) -> None:
@@ -200,6 +199,7 @@ class WorkerCore:
         self._taken_by(holder, claim.epoch, instance_id)
         await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))
         self.ledger.check_holder(claim.epoch, instance_id)
+        self.transfers.begin_epoch(claim.epoch)
         self.ledger.heard()  # It has waited for us until here.
         log.info("claimed", epoch=claim.epoch, instance=instance_id)
 
@@ -301,6 +301,7 @@ class WorkerCore:
     def close(self) -> None:
         """No further steps run, and nobody waits for other ranks any more: threads that do would outlive the loop."""
         self.member.abort()
+        self.transfers.close()
         self._queue.close()
         if self._recorder is not None:
             self._recorder.close()

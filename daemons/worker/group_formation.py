@@ -73,7 +73,7 @@ class GroupFormation:
             raise MeshError(
                 ErrorReason.ERROR_REASON_GROUP_GENERATION,
                 f"the worker was started with {ours.flags or 'no rank flags'}, the scheduler takes it for {theirs}:"
-                " start it with the flags of that place, or name the workers in the order of their ranks",
+                " start it with the flags of that position, or name the workers in the order of their ranks",
                 {"group_generation": str(self._ledger.highest_generation)},
             )
 

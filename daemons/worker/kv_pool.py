@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
@@ -50,6 +54,11 @@ class KvPool(KvPlanes):
         )
         self.layout_name = f"layers={layout.num_layers};page={page_size};{planes}"
         """Fingerprint of how a page lies in memory: of layers, page size, and the planes with padding and form."""
+        self.token_bytes = layout.num_layers * dtype.itemsize * sum(math.prod(p.row_shape) for p in layout.planes)
+        """Bytes that read_tokens() gives for each token."""
+        rows = ";".join(f"{plane.name}{list(plane.row_shape)}{plane.form}".replace(" ", "") for plane in layout.planes)
+        self.token_layout_name = f"layers={layout.num_layers};{rows}"
+        """Fingerprint of what read_tokens() gives for each token."""
         try:
             stored = {
                 plane.name: torch.empty(
@@ -92,10 +101,32 @@ class KvPool(KvPlanes):
         for plane in self._planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
 
+    def read_tokens(self, places: torch.Tensor) -> torch.Tensor:
+        """KV of tokens, int64 numbers of the pool, as uint8: rows of plane after plane, layer after layer."""
+        rows = [view.view(torch.uint8)[places].flatten() for view in self._token_views.values()]
+        return torch.cat(rows)
+
+    def write_tokens(self, places: torch.Tensor, data: torch.Tensor) -> None:
+        """Writes what read_tokens() gave of as many tokens, from this pool or from one with rows alike."""
+        start = 0
+        for view in self._token_views.values():
+            rows = view.view(torch.uint8)
+            num = len(places) * math.prod(rows.shape[1:])
+            rows[places] = data[start : start + num].view(len(places), *rows.shape[1:])
+            start += num
+
     def clear(self) -> None:
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
         for plane in self._planes.values():
             plane[:, : self.num_pages] = float("nan")
+
+
+def kv_slots(pages: IntArray, length: int, page_size: int) -> npt.NDArray[np.int64]:
+    """Numbers of the tokens of a pool that hold the KV of positions [0, length) of a sequence with these pages."""
+    chosen = pages[: -(-length // page_size)].astype(np.int64)
+    if page_size == 1:
+        return chosen
+    return (chosen[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
 
 
 def latents_in_fp8() -> MeshError:

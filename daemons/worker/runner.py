@@ -128,6 +128,9 @@ class DecodeRows:
     bounds: RowBounds | None = None
     """For an asynchronous runner with max_tokens_per_row > 1, which keeps exact lengths itself, and instead of
     max_tokens: ids and positions are those that the host knows, or older."""
+    is_repeat: bool = False
+    """True: the launch before had the same rows and nothing else, and since then their slots took no other request and
+    no page: only positions are new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +180,11 @@ class ModelRunner(ABC):
     """Element type of KV pages; empty: not known to others, who then share none."""
     kv_layout: str = ""
     """Fingerprint of how a page lies in memory; empty: likewise."""
+    kv_token_bytes: int = 0
+    """Bytes of the KV of one token in read_kv() and write_kv(); 0: it has neither, and takes part in no transfers."""
+    kv_token_layout: str = ""
+    """Fingerprint of these bytes: layers and planes, whatever the page size is; with the rank's place if it has a part
+    of the heads."""
     expert_moves: ExpertMoves | None = None
     """Moves experts between the ranks that share them; None: all are here."""
     suppresses_rows: bool = False
@@ -203,6 +211,15 @@ class ModelRunner(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forgets all KV (its memory stays). Not needed for rightness; makes stale reads visible in tests."""
+
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        """KV of tokens at `places`, int32 page x page_size + offset: a copy, [len(places) x kv_token_bytes] bytes, rows
+        of plane after plane, layer after layer. Called between steps."""
+        raise NotImplementedError
+
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        """Writes what read_kv() gave of as many tokens, here or in another process. Called between steps."""
+        raise NotImplementedError
 
     def formed(self) -> None:
         """The ranks that hold the model together have met: settles what they must do alike.

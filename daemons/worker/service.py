@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
@@ -11,6 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.kv_transfer.transfer_service import receive
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -94,23 +95,45 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def PrepareTransfer(
         self, request: worker_pb2.PrepareTransferRequest, context: object
     ) -> worker_pb2.PrepareTransferResponse:
-        raise _unsupported("KV transfer", "kv_transfer")
+        return worker_pb2.PrepareTransferResponse(region=self._core.transfers.prepare(request))
+
+    async def RenewTransfers(
+        self, request: worker_pb2.RenewTransfersRequest, context: object
+    ) -> worker_pb2.RenewTransfersResponse:
+        num = self._core.transfers.renew(request.epoch, request.instance_id, request.transfer_ids, request.lease_ms)
+        return worker_pb2.RenewTransfersResponse(num_renewed=num)
 
     async def StartTransfer(
         self, request: worker_pb2.StartTransferRequest, context: object
     ) -> worker_pb2.StartTransferResponse:
-        raise _unsupported("KV transfer", "kv_transfer")
+        check_peer_names(address=request.address, transfer_id=request.region.transfer_id)
+        await self._core.transfers.start(request)
+        return worker_pb2.StartTransferResponse()
+
+    async def WriteTransfer(
+        self, request_iterator: AsyncIterator[worker_pb2.WriteTransferRequest], context: object
+    ) -> AsyncIterator[worker_pb2.WriteTransferResponse]:
+        yield await receive(self._core.transfers, request_iterator)
+
+    async def CommitTransfer(
+        self, request: worker_pb2.CommitTransferRequest, context: object
+    ) -> worker_pb2.CommitTransferResponse:
+        check_peer_names(cache_namespace=request.cache_namespace)
+        failure = await self._core.transfers.commit(request)
+        state = worker_pb2.TRANSFER_STATE_FAILED if failure else worker_pb2.TRANSFER_STATE_VALIDATED
+        return worker_pb2.CommitTransferResponse(state=state, failure=int(failure))  # type: ignore[arg-type]
 
     async def WatchTransfer(
         self, request: worker_pb2.WatchTransferRequest, context: object
     ) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
-        for message in _no_transfers():
+        async for message in self._core.transfers.watch(request.transfer_id):
             yield message
 
     async def AbortTransfer(
         self, request: worker_pb2.AbortTransferRequest, context: object
     ) -> worker_pb2.AbortTransferResponse:
-        raise _unsupported("KV transfer", "kv_transfer")
+        self._core.transfers.receiver.abort(request.transfer_id)
+        return worker_pb2.AbortTransferResponse()
 
 
 async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session: ExecuteSession) -> None:
@@ -122,10 +145,6 @@ async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session:
         session.fail(error)
     else:
         session.finish()
-
-
-def _no_transfers() -> Iterable[worker_pb2.WatchTransferResponse]:
-    raise _unsupported("KV transfer", "kv_transfer")
 
 
 def _unsupported(what: str, feature: str) -> MeshError:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.integer]
-# Prefixes end at one of this many places at most, which bounds what is compared of each row.
-_MAX_PLACES = 24
+# Prefixes end at one of this many lengths at most, which bounds what is compared of each row.
+_MAX_LENGTHS = 24
 _LEAST_STEP = 64
 # Tokens to which the prefix of a group is then known: what is left to its rows is read once for each.
 _FINE_STEP = 16
@@ -29,17 +29,17 @@ def find_shared_prefixes(
     """Groups that save the most reading, each row in one of them at most.
 
     page_tables [rows, pages]; lens [rows]: tokens of each row that have KV or get it in this step, the last of which is
-    its own. Rows of a radix cache that have a page in the same place share the whole prefix up to it, so pages are
-    compared at some places only: at `min_tokens`, every 64 tokens or more after it, and finer after a group's last.
+    its own. Rows of a radix cache that have a page at the same index share the whole prefix up to it, so pages are
+    compared at some lengths only: at `min_tokens`, every 64 tokens or more after it, and finer after a group's last.
 
     Groups nest (all rows share a system prompt, some of them a document too): each set of rows that agree up to some
-    place either is a group or leaves it to those of its parts that agree further, by which of both saves more tokens.
+    length either is a group or leaves it to those of its parts that agree further, by which of both saves more tokens.
     """
-    places, keys = _keys_at_places(page_tables, lens, page_size, min_tokens)
+    lengths, keys = _keys_at_lengths(page_tables, lens, page_size, min_tokens)
     if keys.shape[1] == 0:
         return []
-    groups = _best_groups(_nested_sets(keys), places, len(lens))
-    step = int(places[1] - places[0]) if len(places) > 1 else _LEAST_STEP
+    groups = _best_groups(_nested_sets(keys), lengths, len(lens))
+    step = int(lengths[1] - lengths[0]) if len(lengths) > 1 else _LEAST_STEP
     return _lengthened(groups, page_tables, lens, page_size, step) if groups else []
 
 
@@ -53,8 +53,8 @@ def split_groups(groups: Sequence[PrefixGroup], max_rows: int) -> list[PrefixGro
 
 
 class _Level(NamedTuple):
-    """Disjoint sets of rows that agree up to a place. rows: sorted by set; starts [sets + 1]; shared [sets]: how many
-    places the rows of each agree at; parents [sets]: the set of the level before that each comes from."""
+    """Disjoint sets of rows that agree up to a length. rows: sorted by set; starts [sets + 1]; shared [sets]: how many
+    lengths the rows of each agree at; parents [sets]: the set of the level before that each comes from."""
 
     rows: IntArray
     starts: IntArray
@@ -62,24 +62,24 @@ class _Level(NamedTuple):
     parents: IntArray
 
 
-def _keys_at_places(
+def _keys_at_lengths(
     page_tables: IntArray, lens: IntArray, page_size: int, min_tokens: int
 ) -> tuple[IntArray, IntArray]:
-    """Prefix lengths [places] in tokens, and the last page of each of them [rows, places]; negative: row is shorter."""
+    """Prefix lengths [lengths] in tokens, and the last page of each [rows, lengths]; negative: row is shorter."""
     first = -(-min_tokens // page_size) * page_size
     limits = (lens - 1) // page_size * page_size
     longest = int(np.partition(limits, -2)[-2]) if len(limits) > 1 else 0
     if longest < first:
         return np.empty(0, np.int64), np.empty((len(lens), 0), np.int64)
     step = _LEAST_STEP
-    while (longest - first) // step >= _MAX_PLACES:
+    while (longest - first) // step >= _MAX_LENGTHS:
         step *= 2
     step = -(-step // page_size) * page_size
-    places = np.arange(first, longest + 1, step)
-    keys = page_tables[:, places // page_size - 1]
+    lengths = np.arange(first, longest + 1, step)
+    keys = page_tables[:, lengths // page_size - 1]
     # A page of its own for a row that ends before: it agrees with no other.
     own = -1 - np.arange(len(lens), dtype=keys.dtype)
-    return places, np.where(places <= limits[:, None], keys, own[:, None])
+    return lengths, np.where(lengths <= limits[:, None], keys, own[:, None])
 
 
 def _nested_sets(keys: IntArray) -> list[_Level]:
@@ -100,7 +100,7 @@ def _nested_sets(keys: IntArray) -> list[_Level]:
         rows, parent_of_row = rows[keep], parent_of_row[keep]
         starts = np.concatenate(([0], np.cumsum(sizes[sizes >= 2])))
         set_of_row = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        # A place where two rows agree is one up to which they agree: counting suffices.
+        # A length at which two rows agree is one up to which they agree: counting suffices.
         agreed = (keys[rows] == keys[rows[starts[:-1]]][set_of_row]).sum(axis=1)
         shared = np.minimum.reduceat(agreed, starts[:-1])
         levels.append(_Level(rows, starts, shared, parent_of_row[starts[:-1]]))
@@ -111,12 +111,12 @@ def _nested_sets(keys: IntArray) -> list[_Level]:
         labels = keys[rows, shared[parent_of_row]]
 
 
-def _best_groups(levels: list[_Level], places: IntArray, num_rows: int) -> list[PrefixGroup]:
+def _best_groups(levels: list[_Level], lengths: IntArray, num_rows: int) -> list[PrefixGroup]:
     saved_by_parts = np.zeros(0)
     is_group: list[npt.NDArray[np.bool_]] = []
     for index in reversed(range(len(levels))):
         level = levels[index]
-        saved = (np.diff(level.starts) - 1) * places[level.shared - 1]
+        saved = (np.diff(level.starts) - 1) * lengths[level.shared - 1]
         deeper = saved_by_parts if len(saved_by_parts) else np.zeros(len(saved))
         is_group.append(saved >= deeper)
         num_parents = len(levels[index - 1].starts) - 1 if index else 1
@@ -128,14 +128,14 @@ def _best_groups(levels: list[_Level], places: IntArray, num_rows: int) -> list[
             rows = level.rows[level.starts[index] : level.starts[index + 1]]
             if not is_taken[rows[0]]:
                 is_taken[rows] = True
-                groups.append(PrefixGroup(rows, int(places[level.shared[index] - 1])))
+                groups.append(PrefixGroup(rows, int(lengths[level.shared[index] - 1])))
     return groups
 
 
 def _lengthened(
     groups: list[PrefixGroup], page_tables: IntArray, lens: IntArray, page_size: int, step: int
 ) -> list[PrefixGroup]:
-    """The groups with what their rows share of the `step` tokens after the place that was compared last."""
+    """The groups with what their rows share of the `step` tokens after the length that was compared last."""
     fine = -(-_FINE_STEP // page_size) * page_size
     rows = np.concatenate([group.rows for group in groups])
     sizes = np.array([len(group.rows) for group in groups])

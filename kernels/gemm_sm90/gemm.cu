@@ -70,7 +70,7 @@ struct Sizes {
 // Whether this kernel computes the sums of squares itself.
 DEVICE bool sums_squares(const Sizes& sizes) { return kIsGated && sizes.eps >= 0.0f && !sizes.square_sums; }
 
-// One CTA's place, and its k blocks. part: of kSplitK of K; neighbour: of kMulticast tiles.
+// One CTA's tile, and its k blocks. part: of kSplitK of K; neighbour: of kMulticast tiles.
 struct Share {
   u32 base;
   int part, neighbour, tile, first_block, num_blocks;

@@ -207,7 +207,7 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
         *(uint2*)(out + at_of(share, sizes, piece, c, group)) = packed;
         row_square_sums += sum_of_squares(packed.x) + sum_of_squares(packed.y);
       }
-      // Of 8 columns of a row, of which each lane has its place.
+      // Of 8 columns of a row, of which each lane has its own.
       if (sizes.square_sums_out) {
         const int row = piece.row + c - first_band(share.part) * 8, lane = thread_index() % 32;
         store_shared(share.base + kSquareSumsAt + (row * kRowPieces + step % kBandSteps * 8 + lane / 4) * 4, row_square_sums);

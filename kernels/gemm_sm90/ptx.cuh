@@ -92,7 +92,7 @@ DEVICE void load_gated_box(u32 to, const TensorMap* map, int column, int group, 
       : "memory");
 }
 
-// As load_box, to the same place in all CTAs of the mask, each of whose barriers at the same place gets the bytes.
+// As load_box, to the same address in all CTAs of the mask, each of whose barriers at the same address gets the bytes.
 DEVICE void load_multicast_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy, u16 ctas) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -158,7 +158,7 @@ DEVICE float4 load_own(u32 at) {
   return value;
 }
 
-// The address in the cluster of a place in the shared memory of one of its CTAs.
+// The address in the cluster of a byte in the shared memory of one of its CTAs.
 DEVICE u32 of_cta(u32 at, u32 rank) {
   u32 mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(at), "r"(rank));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Pairs of an expert up to which it is used, places of a tile, and columns, depth, warps and stages of both GEMMs.
+# Pairs of an expert up to which it is used, slots of a tile, and columns, depth, warps and stages of both GEMMs.
 _MEASURED = (
     (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
     (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
@@ -29,7 +29,7 @@ class GroupedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """tile_rows: places of a tile, 16 or a larger power of two."""
+    """tile_rows: slots of a tile, 16 or a larger power of two."""
 
     tile_rows: int
     gate_up: GroupedConfig
@@ -37,7 +37,7 @@ class ExpertsConfig:
 
 
 def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> ExpertsConfig:
-    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone.
+    """By the pairs that an expert gets on average: weights are read once a tile, empty slots cost arithmetic alone.
 
     Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite in bf16; blocks of float32 have half the
     depth, since shared memory holds as many bytes.

@@ -9,7 +9,7 @@ experts of a decode step have few rows. FP8 operands that are not wgmma's are wi
 
 A row's bits depend on its own numbers alone, as in `grouped_gemm`.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R places, H groups of F.
+Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R slots, H groups of F.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from radixmesh.kernels.moe.grouped_gemm import combine
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts, num_blocks
 from radixmesh.kernels.moe.route import Routes
 
-# Pairs of an expert up to which it is used, places of a tile, warps and stages of gate and up, and columns, warps and
+# Pairs of an expert up to which it is used, slots of a tile, warps and stages of gate and up, and columns, warps and
 # stages of down. Measured on one H200 with DeepSeek-V3's sizes (bench/results/h200-deepseek-v3-layer.json).
 _TILES = (
     (8, 16, (8, 3), (64, 4, 4)),
@@ -54,9 +54,9 @@ def _fp8_gate_up_kernel(
     if expert >= 0:
         CHUNKS: tl.constexpr = (K + GROUP - 1) // GROUP
         block, num_of_f = tl.program_id(0), (F + GROUP - 1) // GROUP
-        places = tl.arange(0, R)
+        slots = tl.arange(0, R)
         # Places without a pair compute the last one again; nobody reads them.
-        pairs = tl.minimum(tl.load(pairs_ptr + tile * R + places), num_pairs - 1)
+        pairs = tl.minimum(tl.load(pairs_ptr + tile * R + slots), num_pairs - 1)
         rows = (pairs // A).to(tl.int64)
         columns = block * GROUP + tl.arange(0, GROUP)
         from_columns = tl.minimum(columns, F - 1).to(tl.int64)
@@ -87,8 +87,8 @@ def _fp8_gate_up_kernel(
         largest = tl.max(tl.abs(gated), axis=0)
         scales = tl.where(largest > 0, largest / 448.0, 1.0)
         gated = tl.minimum(tl.maximum(gated * (1.0 / scales)[None, :], -448.0), 448.0)
-        tl.store(out_scales_ptr + block.to(tl.int64) * out_scales_stride + tile * R + places, scales)
-        out_at = out_ptr + (tile * R + places)[None, :] * F + columns[:, None]
+        tl.store(out_scales_ptr + block.to(tl.int64) * out_scales_stride + tile * R + slots, scales)
+        out_at = out_ptr + (tile * R + slots)[None, :] * F + columns[:, None]
         tl.store(out_at, gated.to(tl.float8e4nv), mask=(columns < F)[:, None])
 
 
@@ -102,13 +102,13 @@ def _fp8_down_kernel(
     if expert >= 0:
         CHUNKS: tl.constexpr = (K + GROUP - 1) // GROUP
         num_of_d = (D + GROUP - 1) // GROUP
-        places = tl.arange(0, R)
-        pairs = tl.load(pairs_ptr + tile * R + places)
+        slots = tl.arange(0, R)
+        pairs = tl.load(pairs_ptr + tile * R + slots)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         from_columns = tl.minimum(columns, D - 1).to(tl.int64)
         features = tl.arange(0, GROUP)
-        h_at = h_ptr + (tile * R + places)[None, :] * K + features[:, None]
-        h_scales_at = h_scales_ptr + tile * R + places
+        h_at = h_ptr + (tile * R + slots)[None, :] * K + features[:, None]
+        h_scales_at = h_scales_ptr + tile * R + slots
         w_at = w_ptr + (expert * D + from_columns)[:, None] * K + features[None, :]
         # A program's columns lie within one block.
         w_scales_at = w_scales_ptr + (expert * num_of_d + tl.program_id(0) * BLOCK_N // GROUP) * CHUNKS
@@ -215,7 +215,7 @@ def fp8_routed_experts_reference(
 
 
 def default_fp8_config(num_pairs: int, num_experts: int) -> ExpertsConfig:
-    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone."""
+    """By the pairs that an expert gets on average: weights are read once a tile, empty slots cost arithmetic alone."""
     average = num_pairs / num_experts
     _, tile_rows, (gate_warps, gate_stages), (columns, warps, stages) = next(row for row in _TILES if average <= row[0])
     return ExpertsConfig(

@@ -1,13 +1,13 @@
 """Rows grouped by the experts they pick, in tiles of one expert each, for grouped GEMMs. No host waits for a count.
 
 A pair is a row and one of its picks: pair p is pick p % A of row p // A. Every expert's pairs, in ascending order, fill
-whole tiles; the places left in its last tile hold the number of pairs, which stands for none:
+whole tiles; the slots left in its last tile hold the number of pairs, which stands for none:
 
     expert             0            3                  7
     pairs        [4 9 17 -]   [0 2 3 5][8 - - -]   [1 6 7 -]   unused tiles
     tile_experts      0           3        3            7         -1 ...
 
-Legend: T rows, E experts, A picks of a row, P = T A pairs, N tiles, R places of a tile.
+Legend: T rows, E experts, A picks of a row, P = T A pairs, N tiles, R slots of a tile.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def _group_rows_kernel(
     expert = tl.program_id(0)
     bins = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), tl.int32)
-    places = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     for start in range(0, num_pairs, BLOCK):
-        ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=E)
+        ids = tl.load(ids_ptr + start + offsets, mask=start + offsets < num_pairs, other=E)
         counts += tl.histogram(ids, BLOCK_E)
     tiles = tl.where(bins < E, (counts + R - 1) // R, 0)
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
     end_tile = first_tile + (count + R - 1) // R
     for tile in range(first_tile, end_tile, BLOCK):
-        tl.store(tile_experts_ptr + tile + places, expert + places * 0, mask=tile + places < end_tile)
+        tl.store(tile_experts_ptr + tile + offsets, expert + offsets * 0, mask=tile + offsets < end_tile)
     if expert == E - 1:
         for tile in range(end_tile, max_tiles, BLOCK):
-            tl.store(tile_experts_ptr + tile + places, places * 0 - 1, mask=tile + places < max_tiles)
+            tl.store(tile_experts_ptr + tile + offsets, offsets * 0 - 1, mask=tile + offsets < max_tiles)
     if count > 0:
         at = first_tile * R
         for start in range(0, num_pairs, BLOCK):
-            ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=E)
+            ids = tl.load(ids_ptr + start + offsets, mask=start + offsets < num_pairs, other=E)
             is_own = (ids == expert).to(tl.int32)
-            tl.store(pairs_ptr + at + tl.cumsum(is_own, axis=0) - 1, start + places, mask=is_own == 1)
+            tl.store(pairs_ptr + at + tl.cumsum(is_own, axis=0) - 1, start + offsets, mask=is_own == 1)
             at += tl.sum(is_own, axis=0)
         padding = tl.arange(0, R)
         tl.store(pairs_ptr + at + padding, num_pairs + padding * 0, mask=at + padding < end_tile * R)

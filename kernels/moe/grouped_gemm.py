@@ -4,7 +4,7 @@ A program computes a tile of one expert's pairs by a block of columns, so that a
 rows of a tile. A row's bits depend on its own numbers alone: which rows share its tile changes nothing, and its picks
 are added in their order.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R places.
+Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R slots.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _gate_up_kernel(
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
-        places = tl.arange(0, R)
-        pairs = tl.load(pairs_ptr + tile * R + places)
+        slots = tl.arange(0, R)
+        pairs = tl.load(pairs_ptr + tile * R + slots)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
@@ -103,7 +103,7 @@ def _gate_up_kernel(
             gated = _clamped_swiglu(gate_sums, up_sums, LIMIT, ALPHA)
         else:
             gated = gate_sums / (1.0 + tl.exp(-gate_sums)) * up_sums
-        out_at = out_ptr + (tile * R + places)[:, None] * F + columns[None, :]
+        out_at = out_ptr + (tile * R + slots)[:, None] * F + columns[None, :]
         tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
 
 
@@ -135,11 +135,11 @@ def _down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
-        places = tl.arange(0, R)
-        pairs = tl.load(pairs_ptr + tile * R + places)
+        slots = tl.arange(0, R)
+        pairs = tl.load(pairs_ptr + tile * R + slots)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
-        h_at = h_ptr + (tile * R + places)[:, None] * K + depth[None, :]
+        h_at = h_ptr + (tile * R + slots)[:, None] * K + depth[None, :]
         w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -224,7 +224,7 @@ def gate_up_silu(
     *,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """silu(gate) x up of each pair's row by its expert, [N, R, F], or as the variant says; places without a pair hold
+    """silu(gate) x up of each pair's row by its expert, [N, R, F], or as the variant says; slots without a pair hold
     anything. scales_TA: float32, what each pair's row is multiplied by before."""
     num_tiles, tile_rows = tiles.pairs_NR.shape
     mlp, hidden = w_gate_up_E2FD.shape[1] // 2, w_gate_up_E2FD.shape[2]

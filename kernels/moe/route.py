@@ -42,9 +42,9 @@ class Routes(NamedTuple):
 
 
 @triton.jit
-def _first_of(values, value, places, last):
-    """The first place at which values has this value; `last` if there is none, as among NaN."""
-    return tl.min(tl.where(values == value, places, last), axis=0)
+def _first_of(values, value, indexes, last):
+    """The first index at which values has this value; `last` if there is none, as among NaN."""
+    return tl.min(tl.where(values == value, indexes, last), axis=0)
 
 
 @triton.jit

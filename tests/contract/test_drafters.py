@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.drafting import drafter_of, sample_of
+from support.drafting import MODELS, cpu_drafter, drafter_of, sample_of
 
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.speculation.drafter import (
@@ -21,6 +23,9 @@ from radixmesh.daemons.worker.speculation.drafter import (
 from radixmesh.daemons.worker.speculation.registry import drafters
 
 VOCAB_SIZE = 50
+NETWORK_VOCAB_SIZE = 768
+NUM_ROW_TOKENS = 64
+"""Pages of a row, of a token each."""
 SAMPLE = sample_of([1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2])
 
 
@@ -36,13 +41,24 @@ def _forgetful() -> Drafter:
     return drafter_of(known, seed=1, share=1.0)
 
 
+def _network(algorithm: str, model: str) -> Drafter:
+    num_tokens = NUM_ROW_TOKENS * len(_rows())
+    runner = load_cpu_runner(MODELS / model, num_pages=num_tokens, threads=1, max_total_len=NUM_ROW_TOKENS)
+    assert isinstance(runner, CpuRunner)
+    return cpu_drafter(algorithm, runner, model)
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "standalone": lambda: _network("standalone", "tiny-llama"),
     **{name: (lambda name=name: drafters().create(name)) for name in drafters().names},
     "none": NoDrafts,
     "forced": lambda: EachRow(jump_forward),
     "by_grammar": lambda: ByGrammar(EachRow(jump_forward), 2, drafters().create("ngram"), 3),
     "of_tests": _forgetful,
 }
+
+
+NETWORKS = ("standalone",)
 
 
 def _rows() -> list[DraftRow]:
@@ -54,8 +70,13 @@ def _rows() -> list[DraftRow]:
         sample_of(list(range(40)), []),
     ]
     known = [sample for sample in samples if sample is SAMPLE]
-    return [DraftRow(sample=sample, most=most) for sample in known for most in (1, 2, 6)] + [
-        DraftRow(sample=sample, most=most) for sample in samples if sample is not SAMPLE for most in (1, 4, 9)
+    wanted = [(sample, most) for sample in known for most in (1, 2, 6)]
+    wanted += [(sample, most) for sample in samples if sample is not SAMPLE for most in (1, 4, 9)]
+    return [
+        DraftRow(
+            sample=sample, most=most, slot=slot, pages=np.arange(NUM_ROW_TOKENS, dtype=np.int32) + slot * NUM_ROW_TOKENS
+        )
+        for slot, (sample, most) in enumerate(wanted)
     ]
 
 
@@ -72,7 +93,8 @@ def test_a_drafter_proposes_ids_within_the_bounds_of_each_row(name):
     assert len(proposals) == len(rows)
     for row, ids in zip(rows, proposals, strict=True):
         assert ids.dtype == np.int32 and ids.ndim == 1 and len(ids) <= row.most
-        assert all(0 <= token < VOCAB_SIZE for token in ids.tolist())
+        assert all(0 <= token < (NETWORK_VOCAB_SIZE if name in NETWORKS else VOCAB_SIZE) for token in ids.tolist())
+        assert len(ids) == row.most or name not in NETWORKS, "a network always has a guess"
     assert not len(DRAFTERS[name]().propose([]))
 
 

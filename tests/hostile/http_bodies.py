@@ -74,8 +74,8 @@ class Edge(NamedTuple):
 
 def _functions(schemas: list[dict[str, object]], name: str = "f") -> list[dict[str, object]]:
     return [
-        {"type": "function", "function": {"name": f"{name}{place or ''}", "parameters": schema}}
-        for place, schema in enumerate(schemas)
+        {"type": "function", "function": {"name": f"{name}{index or ''}", "parameters": schema}}
+        for index, schema in enumerate(schemas)
     ]
 
 

@@ -18,6 +18,8 @@ from support.replaying_device import ReplayingDevice
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cuda import kernel_choice
+from radixmesh.daemons.worker.cuda.attention import paged_kernels
+from radixmesh.daemons.worker.cuda.attention.paged_kernels import LatentKernels
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -87,6 +89,66 @@ def test_kernels_and_captured_steps_sample_what_torch_does(
     device.replayed.clear()
     assert _greedy_ids(runner, lag=2) == want and len(set(want)) > 2
     assert len(device.replayed) == 2 + _NUM_DECODES
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+def test_projected_chunks_beside_decodes_sample_what_torch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_deepseek("v2_groups_yarn").save_pretrained(tmp_path)
+    settings = replace(_SETTINGS, num_pages=30, num_slots=2, max_total_len=40, max_tokens_per_step=32)
+    settings = replace(settings, cuda_graphs=False, attention_backend="torch")
+    want = _mixed_ids(load_device_runner(tmp_path, settings, HostDevice()))
+    monkeypatch.setattr(paged_kernels, "_LEAST_PROJECTED", 1)
+    monkeypatch.setattr(paged_kernels, "is_projection_faster", lambda *_: True)
+    num_rows = []
+    project = LatentKernels.extend_projected
+    monkeypatch.setattr(
+        LatentKernels, "extend_projected", lambda *args: (num_rows.append(len(args[-1])), project(*args))
+    )
+    got = _mixed_ids(load_device_runner(tmp_path, replace(settings, attention_backend="triton"), HostDevice()))
+    assert got == want and len(set(want)) > 2
+    assert set(num_rows) == {13, 8, 1 + 8, 1 + 12} and len(num_rows) % 3 == 0
+
+
+def _mixed_ids(runner: ModelRunner) -> list[int]:
+    """Ids of two prompts of two chunks each, the first one's decodes beside the second one's chunks."""
+    executor = StepExecutor(runner, num_slots=2, max_tokens_per_step=32)
+    executor.begin_epoch(1)
+    none, first, both = np.zeros(0, np.int32), np.array([0], np.int32), np.array([0, 1], np.int32)
+    ids = np.arange(20, 41, dtype=np.int32) % 17 + 30
+    admits = [
+        Admit(
+            slot=slot,
+            generation=1,
+            request_id=str(slot),
+            prompt_ids=ids[slot:],
+            max_total_len=40,
+            sampling=GREEDY,
+            cached_len=0,
+            cached_pages=none,
+            cached_page_generations=none,
+        )
+        for slot in (0, 1)
+    ]
+    grants = [Grant(slot=slot, pages=np.arange(14 + 10 * slot, 4 + 10 * slot, -1, dtype=np.int32)) for slot in (0, 1)]
+    plans: list[dict[str, object]] = [
+        {"admits": (admits[0],), "grants": (grants[0],), "chunks": (Chunk(slot=0, length=13),), "decode_set": none},
+        {"chunks": (Chunk(slot=0, length=8),), "decode_set": none},
+        {
+            "admits": (admits[1],),
+            "grants": (grants[1],),
+            "chunks": (Chunk(slot=1, length=8),),
+            "decode_set": first,
+        },
+        {"chunks": (Chunk(slot=1, length=12),), "decode_set": first},
+        {"decode_set": both},
+        {"decode_set": both},
+    ]
+    got: list[int] = []
+    for step_id, parts in enumerate(plans, start=1):
+        got += executor.launch(StepPlan(epoch=1, step_id=step_id, **parts)).result().ids.tolist()
+    return got
 
 
 def _greedy_ids(runner: ModelRunner, *, lag: int) -> list[int]:

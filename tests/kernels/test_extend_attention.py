@@ -64,7 +64,7 @@ def test_more_chunks_than_a_program_looks_at_in_one_step():
     _check([(1, 1 + i % 3) if i % 5 else (0, 2) for i in range(70)], before=3)
 
 
-def test_a_chunk_ends_and_starts_at_every_place_of_a_block():
+def test_a_chunk_ends_and_starts_at_every_position_of_a_block():
     """Blocks of 5 rows: chunks of 1 .. 6 rows follow one another."""
     _check([(new, new + 3) for new in (1, 2, 3, 4, 5, 6, 5)])
 

@@ -82,7 +82,7 @@ def test_a_configuration_changes_nothing_but_time() -> None:
         torch.testing.assert_close(fp8_routed_experts(x_TD, routes, experts, config=config), want, rtol=0.02, atol=0.02)
 
 
-def test_bytes_in_unused_places_reach_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_in_unused_slots_reach_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nothing has written yet may hold NaN."""
     experts, x_TD, routes = random_experts(3, 8, 2, 128, 192, torch.float32)
     want = fp8_routed_experts(x_TD, routes, experts)

@@ -87,7 +87,7 @@ def test_equal_scores_and_bad_numbers_name_experts_that_there_are() -> None:
     ("num_rows", "num_experts", "num_picks"), [(1, 8, 2), (7, 5, 3), (200, 9, 8), (33, 128, 1), (700, 20, 6)]
 )
 @pytest.mark.parametrize("tile_rows", [16, 64])
-def test_every_pair_has_one_place_in_a_tile_of_its_expert(
+def test_every_pair_has_one_slot_in_a_tile_of_its_expert(
     num_rows: int, num_experts: int, num_picks: int, tile_rows: int
 ) -> None:
     ids_TA = _distinct_experts(num_rows, num_experts, num_picks)
@@ -97,13 +97,13 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     num_used = int(is_used_N.sum())
     counts = flat_P.bincount(minlength=num_experts)
     assert num_used == int(((counts + tile_rows - 1) // tile_rows).sum()) and bool(is_used_N[:num_used].all())
-    places = pairs_NR[:num_used]
-    real = places[places < num_pairs]
-    assert sorted(real.tolist()) == list(range(num_pairs)) and int(places.max()) <= num_pairs
-    owners = tile_experts_N[:num_used, None].expand_as(places)[places < num_pairs]
+    slots = pairs_NR[:num_used]
+    real = slots[slots < num_pairs]
+    assert sorted(real.tolist()) == list(range(num_pairs)) and int(slots.max()) <= num_pairs
+    owners = tile_experts_N[:num_used, None].expand_as(slots)[slots < num_pairs]
     assert torch.equal(owners, flat_P[real.long()])
     for expert in range(num_experts):
-        own = places[tile_experts_N[:num_used] == expert].flatten().tolist()
+        own = slots[tile_experts_N[:num_used] == expert].flatten().tolist()
         assert own == sorted(own)
 
 

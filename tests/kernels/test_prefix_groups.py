@@ -89,7 +89,7 @@ def test_a_prefix_is_found_to_a_few_tokens(shared_len, page_size):
     assert len(group.rows) == 3 and shared_len - max(16, page_size) < group.length <= shared_len
 
 
-def test_long_contexts_are_compared_at_few_places():
+def test_long_contexts_are_compared_at_few_lengths():
     tables = np.tile(np.arange(33000, dtype=np.int32), (4, 1))
     tables[2:, 20000:] += 100_000
     (first, second) = sorted(find_shared_prefixes(tables, np.full(4, 33000)), key=lambda group: group.rows.min())

@@ -154,8 +154,8 @@ def complete(shell: str, script: Path, *words: str) -> list[str]:
     """Completions that Tab offers for the last word."""
     given = " ".join(f"'{word}'" for word in words)
     if shell == "bash":
-        place = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}"
-        ask = f"source {script}; {place}; _radixmesh; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        words_set = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}"
+        ask = f"source {script}; {words_set}; _radixmesh; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     elif shell == "fish":
         ask = f"source {script}; complete -C '{' '.join(words)}'"
     else:

@@ -146,13 +146,13 @@ async def test_a_conversation(detokenizer: Running[DetokenizerDaemon]) -> None:
         response = await stream.ask(opens=[open_of(1, stop=["stop"]), open_of(2)])
         assert not response.rows and not response.failures
         text, offset = "", 0
-        for place, i in enumerate(ids):
-            (row,) = (await stream.ask(tokens=rows((1, place, [i])))).rows
+        for position, i in enumerate(ids):
+            (row,) = (await stream.ask(tokens=rows((1, position, [i])))).rows
             assert (row.handle, row.text_offset) == (1, offset)
             text, offset = text + row.text, offset + len(row.text.encode())
             if row.is_final:
                 break
-            assert row.num_tokens == place + 1
+            assert row.num_tokens == position + 1
         assert text == "Hello 日本 "
         assert (row.stop.stop, row.stop.num_tokens) == ("stop", row.num_tokens)
         assert TOKENIZER.decode(ids[: row.num_tokens]).endswith("stop")
@@ -363,8 +363,8 @@ async def test_a_slow_reader_gets_bigger_deltas(long_outputs: Path) -> None:
 
         async def write_all() -> None:
             nonlocal num_sent
-            for place in range(repeats):
-                frame = rows(*((handle, place * len(ids), ids) for handle in range(20)))
+            for position in range(repeats):
+                frame = rows(*((handle, position * len(ids), ids) for handle in range(20)))
                 await stream.send(tokens=frame)
                 num_sent += 1
 
@@ -456,21 +456,23 @@ def test_a_detokenizer_killed_at_any_moment_loses_nothing(
     kills = data.draw(st.sets(st.integers(0, len(ids))))
 
     async def play() -> str:
-        got, place, is_final = "", 0, False
+        got, position, is_final = "", 0, False
         while not is_final:
             async with small(folder) as daemon, Conversation(daemon.address) as stream:
-                response = await stream.ask(opens=[open_of(1, stop=stops, ids=ids[:place], emitted=len(got.encode()))])
+                response = await stream.ask(
+                    opens=[open_of(1, stop=stops, ids=ids[:position], emitted=len(got.encode()))]
+                )
                 while True:
                     for row in response.rows:
                         assert row.text_offset == len(got.encode())
                         got, is_final = got + row.text, row.is_final
-                    if is_final or place in kills:
-                        kills.discard(place)
+                    if is_final or position in kills:
+                        kills.discard(position)
                         break
-                    is_last = place == len(ids)
-                    next_ids = ids[place : place + 1]
-                    response = await stream.ask(tokens=rows((1, place, next_ids), finals=bytes([is_last])))
-                    place += len(next_ids)
+                    is_last = position == len(ids)
+                    next_ids = ids[position : position + 1]
+                    response = await stream.ask(tokens=rows((1, position, next_ids), finals=bytes([is_last])))
+                    position += len(next_ids)
         return got
 
     assert asyncio.run(play()) == expected

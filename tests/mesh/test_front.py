@@ -21,7 +21,7 @@ from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.front.backend_pool import BackendPool
 from radixmesh.daemons.front.listener import Listener
-from radixmesh.daemons.front.room import Room, places_within_files
+from radixmesh.daemons.front.room import Room, connections_within_files
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -223,12 +223,12 @@ async def test_connections_beyond_the_bound_are_closed_and_counted() -> None:
         assert (await ask(port))[0] == b"a hello\n"
 
 
-def test_places_follow_the_limit_of_open_files() -> None:
+def test_connections_follow_the_limit_of_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        assert 1 <= places_within_files(1 << 40) <= (1 << 40)
+        assert 1 <= connections_within_files(1 << 40) <= (1 << 40)
         now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert now >= soft, "raised, never lowered"
-        assert places_within_files(10) == 10
+        assert connections_within_files(10) == 10
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -195,8 +195,8 @@ async def test_completions_tell_their_ids(mesh: Mesh, http: httpx.AsyncClient) -
     prompts = ["The Tyger", "古池"]
     known = [await mesh.client.complete(prompt, temperature=0, max_tokens=9, n=2) for prompt in prompts]
     want = {
-        2 * place + output.index: (one.prompt_ids, output.ids)
-        for place, one in enumerate(known)
+        2 * index + output.index: (one.prompt_ids, output.ids)
+        for index, one in enumerate(known)
         for output in one.outputs
     }
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 9, "n": 2, "return_token_ids": True}
@@ -296,8 +296,8 @@ async def test_native_streams(http: httpx.AsyncClient, incremental: bool) -> Non
     async with http.stream("POST", "/generate", json=body) as response:
         events = await events_of(response)
     assert events.pop() == {}
-    for place, expected in enumerate((job, other)):
-        mine = [event for event in events if event["index"] == place]
+    for index, expected in enumerate((job, other)):
+        mine = [event for event in events if event["index"] == index]
         assert len(mine) > 3
         texts, ids = [event["text"] for event in mine], [event["output_ids"] for event in mine]
         num_logprobs = [len(event["meta_info"]["output_token_logprobs"]) for event in mine]
@@ -362,7 +362,7 @@ async def test_embeddings_equal_transformers(sdk: AsyncOpenAI, http: httpx.Async
 
 
 async def test_as_many_embeddings_as_openai_takes(http: httpx.AsyncClient) -> None:
-    """Each vector in its place: equal inputs have the same, but for rounding."""
+    """Each vector at its index: equal inputs have the same, but for rounding."""
     texts = ["a", "b c", "d"]
     given = [texts[i % 3] for i in range(2048)]
     body = {"input": given, "encoding_format": "base64"}

@@ -129,8 +129,8 @@ async def test_trailers_and_chunk_extensions_are_bounded_too(router: HttpProcess
         async with asyncio.timeout(DEADLINE_S), router.connection() as (reader, writer):
             writer.write(head)
             with suppress(ConnectionError):
-                for place in range(0, len(junk), 1 << 16):
-                    writer.write(junk[place : place + (1 << 16)])
+                for offset in range(0, len(junk), 1 << 16):
+                    writer.write(junk[offset : offset + (1 << 16)])
                     await writer.drain()
             with suppress(ConnectionError):
                 await reader.read()  # Ends, whatever is said before.

@@ -83,7 +83,7 @@ async def test_select_takes_the_highest_mean_of_the_logprobs_that_transformers_g
 
 
 async def test_logprobs_from_a_later_position_leave_the_rest_to_the_cache(mesh: Mesh) -> None:
-    prompt = [5 + 7 * place % 400 for place in range(200)]
+    prompt = [5 + 7 * index % 400 for index in range(200)]
     whole = await mesh.client.complete(prompt, max_tokens=1, prompt_logprobs=True)
     assert whole.prompt_logprobs is not None and len(whole.prompt_logprobs.token_logprobs) == 199
     for start in (1, 150, 199, 200, 5000):

@@ -166,7 +166,7 @@ async def test_every_rpc_of_the_router_needs_a_certificate_and_a_key(
 
 async def test_tenants_do_not_see_in_the_cache_what_others_sent(mesh: Mesh, certificates: Path) -> None:
     """Counted, not timed: a second key of the same tenant shows how much there was to see."""
-    prompt = [5 + place % 90 for place in range(300)]
+    prompt = [5 + index % 90 for index in range(300)]
     tls = tls_of(certificates, "client")
 
     async def num_cached(key: str, **claims: str) -> int:

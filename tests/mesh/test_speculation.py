@@ -35,6 +35,12 @@ GREEDY = ("twelve-days", "the-tyger", "genesis-1", "jabberwocky", "sonnet-18", "
 WORDS = {"regex": "([a-f]{3} ){20,30}end"}
 
 
+def _network(algorithm: str) -> dict[str, object]:
+    """Flags of a worker whose drafts are those of a network."""
+    path = str(MODEL.with_name("tiny-deepseek"))
+    return {**NGRAM, "speculative_algorithm": algorithm, "speculative_draft_model_path": path}
+
+
 def _greedy() -> list[Job]:
     jobs = {job.name: job for job in recitations(with_sampled=False)}
     return [jobs[name] for name in GREEDY]
@@ -66,6 +72,9 @@ async def test_a_worker_told_to_draft_by_its_flags_gives_what_it_gives_without()
     assert all(usage.accepted_prediction_tokens < usage.output_tokens for usage in usages)
     assert sum(usage.accepted_prediction_tokens for usage in usages) > 10
     assert (await _served(shared, **ngram))[0] == plain
+    draft = {"speculative_draft_model_path": MODEL.with_name("tiny-deepseek"), "speculative_adaptive": False}
+    got, usages = await _served(shared, speculative_algorithm=SpeculativeAlgorithm.STANDALONE, **draft)
+    assert got == plain and sum(usage.accepted_prediction_tokens for usage in usages) > 10
     # Each data-parallel rank drafts for its own requests.
     got, usages = await _served(shared, **ngram, speculative_adaptive=False, dp_size=2)
     assert got == plain and sum(usage.accepted_prediction_tokens for usage in usages) > 10
@@ -100,9 +109,10 @@ async def _served(shared: list[int], **settings: object) -> tuple[list[object], 
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte() -> None:
+@pytest.mark.parametrize("algorithm", ["ngram", "standalone"])
+async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str) -> None:
     jobs = _greedy()
-    async with running_mesh("cpu", worker=NGRAM) as mesh:
+    async with running_mesh("cpu", worker=NGRAM if algorithm == "ngram" else _network(algorithm)) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
         await _kill(mesh, jobs, ("scheduler", "worker"))

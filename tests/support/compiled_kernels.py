@@ -158,9 +158,9 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     starts = torch.zeros(rows + 1).int()
     mla_extend.mla_extend(q, pool, tables, ints, starts, ints, 1, 0.1, out)
-    tokens = mla_prompt.chunk_tokens(tables, ints[:1], ints[:1] + 3, 1, 3)
-    values = q_THY.new_empty(rows, heads, plain)
-    mla_prompt.mla_prompt(q_THY, pool, tokens, expand, starts[:2], ints[:1] + 3, 0.1, values)
+    tokens = mla_prompt.chunk_tokens([tables[0].numpy()], (ints[:1] + 3).numpy(), 1)
+    values, q_THn, q_THr = q_THY.new_empty(rows, heads, plain), q_THY[..., :plain], q[..., rank:]
+    mla_prompt.mla_prompt(q_THn, q_THr, pool, tokens, expand, starts[:2], ints[:1] + 3, 0.1, values)
 
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import ModelRunner, SampleInput
 from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
+from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 from support.plan_driver import OPTIONS, PROMPTS, PlanDriver
+
+MODELS = Path(__file__).parents[2] / "compose" / "models"
 
 Outputs = Mapping[tuple[tuple[int, ...], Sampling], Sequence[int]]
 """Output ids by prompt and sampling."""
@@ -27,6 +34,22 @@ def drafter_of(outputs: Outputs, *, seed: int, share: float) -> Drafter:
         return [token if rng.random() < share else rng.randrange(2, 200) for token in following]
 
     return EachRow(draft)
+
+
+def cpu_drafter(algorithm: str, runner: CpuRunner, model: str, max_drafts: int = 4) -> Drafter:
+    """The drafter of that name for a tiny model, which `runner` computes."""
+    if algorithm == "ngram":
+        return NgramDrafter()
+    kind = SpeculativeAlgorithm(algorithm)
+    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+    return load_model_drafter(speculation, runner, MODELS / model, "float32")
+
+
+def draft_folder(algorithm: str, model: str) -> Path | None:
+    """Folder of the network that drafts for a tiny model. Both tiny models know the same texts by the same tokens."""
+    if algorithm == "standalone":
+        return MODELS / ("tiny-deepseek" if model == "tiny-llama" else "tiny-llama")
+    return None
 
 
 def sample_of(prompt_ids: Sequence[int], output_ids: Sequence[int], guide: object = None) -> SampleInput:

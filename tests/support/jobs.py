@@ -91,9 +91,10 @@ def recited_ids(name: str, model: str = "tiny-llama") -> list[int]:
 def sampled_recitations() -> list[Job]:
     """Requests whose answers depend on the noise, the penalties, or a stop string."""
     at_one: Options = {"temperature": 1.0, "n": 2, "max_tokens": 160, "ignore_eos": True}
+    # Answers to these seeds stay where weights change by 1e-6 of themselves: a GPU rounds otherwise in other batches.
     return [
         Job(name="sampled.tyger", prompt="The Tyger", options={**at_one, "seed": 11}),
-        Job(name="sampled.lorelei", prompt="Lorelei", options={**at_one, "seed": 12, "top_p": 0.95}),
+        Job(name="sampled.lorelei", prompt="Lorelei", options={**at_one, "seed": 22, "top_p": 0.95}),
         Job(name="sampled.genesis", prompt="Genesis 1", options={**at_one, "seed": 13, "top_k": 20}),
         Job(
             name="sampled.penalties",

@@ -17,7 +17,7 @@ async def mixed_jobs(mesh: Mesh, num: int) -> list[Job]:
         for seed in range(max(1, num // 3))
     ]
     others = recitations()
-    jobs = [*guided, *(others[place % len(others)] for place in range(num - len(guided)))]
+    jobs = [*guided, *(others[index % len(others)] for index in range(num - len(guided)))]
     known: dict[str, Job] = {}
     for job in jobs:
         if job.name not in known:
@@ -25,5 +25,5 @@ async def mixed_jobs(mesh: Mesh, num: int) -> list[Job]:
     for job in guided:
         assert all(re.fullmatch(WORDS, answer.text) for answer in known[job.name].answers), job.name
     # Every kind among any few of them.
-    place = sorted(range(num), key=lambda number: (number * 7919) % num)
-    return [known[jobs[number].name] for number in place]
+    order = sorted(range(num), key=lambda number: (number * 7919) % num)
+    return [known[jobs[number].name] for number in order]

@@ -26,8 +26,8 @@ class StreamLog:
         firsts = set(self.starts)
         return [
             after - before
-            for place, (before, after) in enumerate(itertools.pairwise(self.moments), 1)
-            if place not in firsts and since <= after <= until
+            for index, (before, after) in enumerate(itertools.pairwise(self.moments), 1)
+            if index not in firsts and since <= after <= until
         ]
 
     def longest_gap(self, since: float, until: float) -> float:

@@ -1,4 +1,4 @@
-"""The load generator's parts without a server: turns, order, places, figures, files, picture."""
+"""The load generator's parts without a server: turns, order, slots, figures, files, picture."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_concurrency_is_kept_and_conversations_that_began_go_first() -> No
     assert order.index(2) < order.index(50), "the second turn need not wait for all first ones"
 
 
-async def test_a_gate_neither_loses_nor_makes_places() -> None:
+async def test_a_gate_neither_loses_nor_makes_slots() -> None:
     gate = Gate(1)
     await gate.enter(0)
     waiting = [asyncio.create_task(gate.enter(priority)) for priority in (5, 1, 3)]
@@ -120,7 +120,7 @@ async def test_a_gate_neither_loses_nor_makes_places() -> None:
     gate.leave()
     await asyncio.sleep(0.01)
     assert [task.done() for task in waiting] == [False, True, True] and waiting[1].cancelled()
-    # Cancelled in the moment in which the place comes: it goes on to the next.
+    # Cancelled in the moment in which the slot comes: it goes on to the next.
     gate.leave()
     waiting[0].cancel()
     await asyncio.sleep(0.01)

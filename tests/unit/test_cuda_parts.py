@@ -1,5 +1,6 @@
 """The GPU worker's parts that need no GPU: tables by slot, times, what is said when memory does not suffice."""
 
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from support.plans import Steps, admit, chunk, grant, simulated_executor
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
-from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
+from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -43,6 +44,44 @@ def test_tokens_are_kept_when_their_turn_comes_again():
     results = [one.result() for one in fetched]
     assert [got.tokens.tolist() for got in results] == [[step] * (1 + step % 2) for step in range(8)]
     assert [got.logprobs[0].top_ids.tolist() for got in results] == [[[step] * step] for step in range(8)]
+
+
+class _DriverEvent:
+    """torch.cuda.Event, counted; done once somebody has waited for it."""
+
+    made = 0
+    asked = 0
+
+    def __init__(self, **options):
+        type(self).made += 1
+        self.is_over = False
+
+    def record(self, stream):
+        self.is_over = False
+
+    def query(self):
+        type(self).asked += 1
+        return self.is_over
+
+    def synchronize(self):
+        type(self).asked += 1
+        self.is_over = True
+
+
+def test_events_of_steps_are_made_once_and_asked_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _DriverEvent)
+    spare: deque[torch.cuda.Event] = deque()
+    for _ in range(5):
+        older, event = CudaEvent(None, spare), CudaEvent(None, spare)
+        assert older._event is not event._event, "an event that somebody has is recorded anew"
+        assert not event.is_done, "an event that was done before is not now"
+        event.wait()
+        asked = _DriverEvent.asked
+        event.wait()
+        assert event.is_done and _DriverEvent.asked == asked
+        assert event.seconds_since(event) == 0.0
+        del older, event
+    assert _DriverEvent.made == 2
 
 
 class _Event(TimedEvent):

@@ -119,9 +119,9 @@ def test_text_comes_out_as_soon_as_its_characters_are_whole() -> None:
         ids = vocabulary("byte_level").tokenizer.encode(text, add_special_tokens=False).ids
         decoder = family("byte_level").new_decoder(skip_special_tokens=True, prompt_tail_ids=[])
         shown = ""
-        for place, i in enumerate(ids):
+        for index, i in enumerate(ids):
             shown += decoder.push([i])
-            full = vocabulary("byte_level").tokenizer.decode(ids[: place + 1])
+            full = vocabulary("byte_level").tokenizer.decode(ids[: index + 1])
             assert shown == full.rstrip("\ufffd")
         assert shown == text
 

@@ -336,8 +336,8 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
     router = SimpleNamespace(open=lambda request, **_: Stream())
     requests = [router_pb2.GenerateRequest() for _ in range(200)]
     group = RequestGroup(router, requests, lambda: None)  # type: ignore[arg-type]
-    places = []
+    indexes = []
     while (item := await group.next()) is not None:
-        places.append(item[0])
+        indexes.append(item[0])
     group.close()
-    assert sorted(places) == list(range(200)) and most == 16
+    assert sorted(indexes) == list(range(200)) and most == 16

@@ -243,8 +243,8 @@ def test_token_bytes_join_to_the_text() -> None:
         run = LogprobRun.of(common_pb2.Logprobs(token_logprobs=pack_floats(np.zeros(len(ids)).tolist())))
         offsets = form.of(ids, run)["text_offset"]
         assert isinstance(offsets, list)
-        for place, offset in enumerate(offsets):
-            whole = b"".join(map(table.data, ids[:place]))
+        for index, offset in enumerate(offsets):
+            whole = b"".join(map(table.data, ids[:index]))
             assert offset == len(whole.decode("utf-8", "ignore"))
         content = chat_logprobs(ids, run, table)["content"]
         assert isinstance(content, list)

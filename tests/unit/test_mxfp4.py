@@ -24,11 +24,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def _expected(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """By definition, number by number: float32 [experts, in, out]."""
     result = torch.empty(blocks.shape[0], 32 * blocks.shape[2], blocks.shape[1])
-    for place in np.ndindex(*blocks.shape):
-        byte, scale = int(blocks[place]), 2.0 ** (int(scales[place[:3]]) - 127)
+    for index in np.ndindex(*blocks.shape):
+        byte, scale = int(blocks[index]), 2.0 ** (int(scales[index[:3]]) - 127)
         for half, bits in enumerate((byte & 15, byte >> 4)):
             value = _E2M1[bits & 7] * (-1 if bits & 8 else 1)
-            result[place[0], 32 * place[2] + 2 * place[3] + half, place[1]] = value * scale
+            result[index[0], 32 * index[2] + 2 * index[3] + half, index[1]] = value * scale
     return result
 
 

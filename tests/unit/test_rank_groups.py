@@ -290,7 +290,7 @@ def test_a_namespace_is_told_apart_again(adapter: str, salt: str) -> None:
     assert split_cache_name(cache_name(adapter, salt)) == (adapter, salt)
 
 
-def test_a_worker_in_the_wrong_place_is_told_its_flags() -> None:
+def test_a_worker_at_the_wrong_position_is_told_its_flags() -> None:
     other_experts = [ready(0), ready(1)]
     for dp_rank, each in enumerate(other_experts):
         layout = RankLayout.of_rank(dp_rank, tp_size=1, dp_size=2, ep_size=2 - dp_rank)

@@ -1,4 +1,4 @@
-"""Ranks' places: flags, what they may be, and what a scheduler says of workers that are in the wrong one."""
+"""Ranks' positions: flags, what they may be, and what a scheduler says of workers that are at the wrong one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 1, 4), (2, 3, 6), (2, 3, 2), (1, 8, 8)])
-def test_the_places_of_a_group_are_its_ranks(sizes: tuple[int, int, int]) -> None:
+def test_the_positions_of_a_group_are_its_ranks(sizes: tuple[int, int, int]) -> None:
     tp, dp, ep = sizes
     layouts = [RankLayout.of_rank(rank, tp_size=tp, dp_size=dp, ep_size=ep) for rank in range(tp * dp)]
     assert [layout.rank for layout in layouts] == list(range(tp * dp))
@@ -32,7 +32,7 @@ def test_the_places_of_a_group_are_its_ranks(sizes: tuple[int, int, int]) -> Non
         ({"tp_size": 2, "tp_rank": 1, "ep_size": 2}, "--ep-rank of rank 1 .* is 1"),
     ],
 )
-def test_a_place_that_no_group_has_names_the_flag(fields: dict[str, int], told: str) -> None:
+def test_a_position_that_no_group_has_names_the_flag(fields: dict[str, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         RankLayout(**fields)
 

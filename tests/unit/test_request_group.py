@@ -49,17 +49,17 @@ async def test_only_what_is_being_written_can_stall() -> None:
     """A request that waits while another's message goes to a slow client is not stalled."""
     router = Streams()
     group = RequestGroup(cast("Router", router), [router_pb2.GenerateRequest()] * 4, lambda: None)
-    places = []
+    indexes = []
     while (item := await group.next()) is not None:
         for _ in range(8):
             await asyncio.sleep(0)  # The pumps go as far as they can.
-        writing = [place for place, stream in enumerate(router.opened) if stream.delivery.writing_since is not None]
+        writing = [index for index, stream in enumerate(router.opened) if stream.delivery.writing_since is not None]
         assert writing == [item[0]]
         before = router.opened[item[0]].delivery.writing_since
         group.progressed()
         after = router.opened[item[0]].delivery.writing_since
         assert before is not None and after is not None and after >= before
-        places.append(item[0])
-    assert sorted(places) == sorted([0, 1, 2, 3] * NUM_MESSAGES)
+        indexes.append(item[0])
+    assert sorted(indexes) == sorted([0, 1, 2, 3] * NUM_MESSAGES)
     assert all(stream.delivery.writing_since is None for stream in router.opened)
     group.close()

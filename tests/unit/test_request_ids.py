@@ -1,4 +1,4 @@
-"""One rule for request ids: what gRPC takes, HTTP takes, but for the room that HTTP needs for places."""
+"""One rule for request ids: what gRPC takes, HTTP takes, but for the room that HTTP needs for indexes."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_what_is_refused_is_refused_by_both(value: str) -> None:
         msgspec.convert(value, RequestId)
 
 
-def test_ids_with_the_longest_place_still_keep_the_rule() -> None:
+def test_ids_with_the_longest_index_still_keep_the_rule() -> None:
     check_request_id("x" * 240 + "-4095")

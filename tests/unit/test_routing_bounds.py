@@ -27,12 +27,12 @@ def prompts_of(names: list[str]) -> Prompts:
 def least_quantile(prompts: Prompts, replicas: int, left_out: int) -> float:
     """The least time in which all but left_out prompts can be computed, of all assignments."""
     least = float("inf")
-    for places in itertools.product(range(replicas + 1), repeat=len(prompts)):
-        if places.count(replicas) > left_out:
+    for replicas_of in itertools.product(range(replicas + 1), repeat=len(prompts)):
+        if replicas_of.count(replicas) > left_out:
             continue
         times = []
         for replica in range(replicas):
-            mine = [prompt for place, prompt in zip(places, prompts, strict=True) if place == replica]
+            mine = [prompt for replica_of, prompt in zip(replicas_of, prompts, strict=True) if replica_of == replica]
             blocks = {key for _, keys in mine for key in keys}
             times.append(BLOCK * len(blocks) + sum(tokens - BLOCK * len(keys) for tokens, keys in mine))
         least = min(least, max(times))

@@ -68,8 +68,8 @@ def test_the_model_is_known_by_config_and_weights(tmp_path: Path) -> None:
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
     header_len = int.from_bytes(data[:8], "little")
-    place = data.index(b"model.", 8, 8 + header_len)
-    data[place : place + 6] = b"nodel."
+    start = data.index(b"model.", 8, 8 + header_len)
+    data[start : start + 6] = b"nodel."
     weights.write_bytes(data)
     prints.append(model_fingerprint(copy))
     config = json.loads((copy / "config.json").read_text())

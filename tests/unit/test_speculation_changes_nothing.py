@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.drafting import cpu_drafter
 from support.planner_world import World, joined
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop, output_seed
@@ -22,7 +23,6 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
-from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
 NUM_SLOTS, STEP_TOKENS = 4, 48
@@ -43,9 +43,9 @@ class Run(NamedTuple):
 class _Script:
     """Requests, and what disturbs them: turns at which scheduler and worker lose their stream, or the worker dies."""
 
-    def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int) -> None:
+    def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str) -> None:
         self._model = model
-        self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts)
+        self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts, algorithm)
         self.world = World(
             runner=self._runner_of(),
             num_slots=NUM_SLOTS,
@@ -99,13 +99,13 @@ class _Script:
         self._take(outputs)
 
 
-def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int) -> CpuRunner:
+def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str = "ngram") -> CpuRunner:
     runner = load_cpu_runner(
         MODELS / model, page_size=page_size, num_pages=num_tokens // page_size, threads=1, max_total_len=96
     )
     assert isinstance(runner, CpuRunner) and runner.is_deterministic
     if max_drafts:
-        runner.verify(NgramDrafter(), max_drafts=max_drafts)
+        runner.verify(cpu_drafter(algorithm, runner, model, max_drafts), max_drafts=max_drafts)
     return runner
 
 
@@ -179,8 +179,9 @@ def _run(
     num_tokens: int = 80,
     epochs: tuple[int, ...] = (),
     deaths: tuple[int, ...] = (),
+    algorithm: str = "ngram",
 ) -> Run:
-    return _Script(model, page_size, num_tokens, max_drafts).run(depth, epochs, deaths)
+    return _Script(model, page_size, num_tokens, max_drafts, algorithm).run(depth, epochs, deaths)
 
 
 @cache
@@ -213,6 +214,36 @@ def test_outputs_are_those_without_drafts(model: str, page_size: int, max_drafts
     assert run.outputs == plain.outputs
     assert 0 < run.accepted < run.drafted
     assert run.num_retractions > 0 or depth == 0, "nothing was retracted"
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "page_size", "max_drafts", "depth"),
+    [
+        ("tiny-llama", "standalone", 16, 4, 2),
+        ("tiny-llama", "standalone", 1, 2, 1),
+        *(
+            pytest.param(model, algorithm, page_size, max_drafts, depth, marks=pytest.mark.full)
+            for model, algorithm in (("tiny-llama", "standalone"), ("tiny-deepseek", "standalone"))
+            for page_size in (1, 16)
+            for max_drafts in (1, 3, 5, 8)
+            for depth in range(3)
+        ),
+    ],
+)
+def test_outputs_are_those_without_a_network_that_drafts(
+    model: str, algorithm: str, page_size: int, max_drafts: int, depth: int
+) -> None:
+    run = _run(model, page_size, max_drafts, depth=depth, algorithm=algorithm)
+    assert run.outputs == _plain(model).outputs
+    assert 0 < run.accepted < run.drafted
+    assert run.num_retractions > 0 or depth == 0, "nothing was retracted"
+
+
+@pytest.mark.parametrize("algorithm", ["standalone"])
+def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(algorithm: str) -> None:
+    """A claim adopts pages whose KV of the network is there too; the next worker has none of it."""
+    run = _run("tiny-llama", 4, 4, depth=2, epochs=(5, 6, 14), deaths=(9, 20), algorithm=algorithm)
+    assert run.outputs == _plain("tiny-llama").outputs and run.accepted > 0
 
 
 @pytest.mark.parametrize(

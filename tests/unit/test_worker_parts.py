@@ -215,8 +215,8 @@ def test_eos_comes_at_its_rate_and_special_ids_never():
 @given(st.lists(st.integers(0, 49), min_size=2, max_size=8), st.data())
 def test_every_token_of_the_prefix_counts(ids, data):
     alphabet = Alphabet.of(50)
-    place = data.draw(st.integers(0, len(ids) - 1))
-    other = [*ids[:place], (ids[place] + 1) % 50, *ids[place + 1 :]]
+    index = data.draw(st.integers(0, len(ids) - 1))
+    other = [*ids[:index], (ids[index] + 1) % 50, *ids[index + 1 :]]
     assert simulated_continuation(ids, 12, alphabet=alphabet) != simulated_continuation(other, 12, alphabet=alphabet)
 
 

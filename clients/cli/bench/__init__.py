@@ -12,7 +12,7 @@ _BENCHES = {
     "serve": "send a workload to a running mesh and measure what its clients see",
 }
 # Module and function, where they are not `<name>.run`.
-_PLACES = {
+_MODULES = {
     "offline-throughput": ("offline", "run_offline_throughput"),
     "one-batch": ("offline", "run_one_batch"),
 }
@@ -26,8 +26,8 @@ def run(arguments: list[str]) -> int:
         print(_usage())
         return 0
     if name in _BENCHES:
-        place, verb = _PLACES.get(name, (name, "run"))
-        module = importlib.import_module(f"radixmesh.cli.bench.{place}")
+        module_name, verb = _MODULES.get(name, (name, "run"))
+        module = importlib.import_module(f"radixmesh.cli.bench.{module_name}")
         return int(getattr(module, verb)(rest))
     print(f"radixmesh bench: there is no bench {name!r}\n\n{_usage()}", file=sys.stderr)
     return _EXIT_USAGE

@@ -63,7 +63,7 @@ def scaled_plain(turns: Sequence[Turn], share: float) -> list[Turn]:
 
 
 def scaled_ids(ids: IntArray, share: float) -> IntArray:
-    """Ids at places that are spread evenly and depend on nothing else: equal beginnings stay equal."""
+    """Ids at positions that are spread evenly and depend on nothing else: equal beginnings stay equal."""
     if share >= 1 or not len(ids):
         return ids
     steps = np.floor(np.arange(len(ids) + 1) * share)

@@ -7,7 +7,7 @@ import heapq
 
 
 class Gate:
-    """limit: places; None = no bound. Who waits is let in by the lowest priority, then by the order of coming."""
+    """limit: slots; None = no bound. Who waits is let in by the lowest priority, then by the order of coming."""
 
     def __init__(self, limit: int | None) -> None:
         self._free = limit
@@ -15,7 +15,7 @@ class Gate:
         self._num_came = 0
 
     async def enter(self, priority: int) -> None:
-        """Waits for a place."""
+        """Waits for a slot."""
         if self._free is None:
             return
         if self._free > 0:
@@ -28,11 +28,11 @@ class Gate:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.leave()  # The place came with the cancellation.
+                self.leave()  # The slot came with the cancellation.
             raise
 
     def leave(self) -> None:
-        """Gives the place on."""
+        """Hands the slot on."""
         if self._free is None:
             return
         while self._waiting:

@@ -75,7 +75,7 @@ class LoadGenerator:
         turn = self._turns[index]
         await asyncio.sleep(due - time.perf_counter())
         prompt = turn.added if before is None else next_prompt(turn, *before)
-        # Turns of one conversation lie beside each other: the older the conversation, the lower their places.
+        # Turns of one conversation lie beside each other: the older the conversation, the lower their indexes.
         await self._gate.enter(index if turn.parent is None else index - self.num_turns)
         try:
             record = RequestRecord(index=index, due=due, sent=time.perf_counter())

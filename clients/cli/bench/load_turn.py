@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTurn:
-    """parent: place in the list, or None. added: what this turn adds to its parent's prompt and answer (ids), or to its
+    """parent: index in the list, or None. added: what this turn adds to its parent's prompt and answer (ids), or to its
     chat (messages). out_len: output tokens asked for. delay_s: after its parent's end, or after the start."""
 
     parent: int | None

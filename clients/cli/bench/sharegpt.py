@@ -27,10 +27,10 @@ def read_sharegpt(
     """
     chats = _chats_in(path)
     turns: list[LoadTurn] = []
-    for place in np.random.default_rng(seed).permutation(len(chats)).tolist():
+    for index in np.random.default_rng(seed).permutation(len(chats)).tolist():
         if num_requests is not None and len(turns) >= num_requests:
             break
-        pairs = chats[place] if as_chat else chats[place][:1]
+        pairs = chats[index] if as_chat else chats[index][:1]
         for number, (question, answer) in enumerate(pairs):
             added = Prompt(messages=({"role": "user", "content": question},)) if as_chat else Prompt(text=question)
             turns.append(

@@ -38,7 +38,7 @@ class Summary:
     Rates are per second of duration_s, first sending to last end, and count what failed requests delivered too.
     Distributions are of requests that ended well. ttft_ms: sending to first output. itl_ms: between one delivery and
     the next, whatever it holds. tpot_ms: a request's mean time per output token after the first. e2e_ms: sending to
-    end. delay_ms: how much later than planned requests were sent (waiting for a free place where concurrency is
+    end. delay_ms: how much later than planned requests were sent (waiting for a free slot where concurrency is
     bounded; else the generator's own slowness). hit_rate: cached / prompt tokens. is_exact: the server counted the
     tokens, otherwise one per delivery is assumed.
     """

@@ -15,7 +15,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class TurnTimes:
-    """Columns by turn, seconds of virtual time, NaN before it happens. The handle of a turn is its place + 1."""
+    """Columns by turn, seconds of virtual time, NaN before it happens. The handle of a turn is its index + 1."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         def column() -> FloatArray:

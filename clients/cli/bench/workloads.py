@@ -25,7 +25,7 @@ _FIRST_ID = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """parent: place in the list, or None. new_ids int32. delay_s: see the module."""
+    """parent: index in the list, or None. new_ids int32. delay_s: see the module."""
 
     parent: int | None
     new_ids: IntArray

@@ -110,7 +110,7 @@ class AsyncState:
         await self.sync()
         self._runtime.count_states(count)
         first, self._num_forks = self._num_forks, self._num_forks + count
-        return [AsyncState(self._runtime, path=(*self._path, first + place), parent=self) for place in range(count)]
+        return [AsyncState(self._runtime, path=(*self._path, first + index), parent=self) for index in range(count)]
 
     async def join(self, forks: Sequence[AsyncState], mode: str = "gather_variable") -> None:
         """Waits for forks of this state. gather_variable: each variable that they made becomes the list of their
@@ -135,12 +135,12 @@ class AsyncState:
 
     async def text_iter(self, name: str = "") -> AsyncIterator[str]:
         """New text as it comes, until the program ends; with a name that variable's alone."""
-        place = 0
+        offset = 0
         while True:
             start, end = self._spans.get(name, (0, None)) if name else (0, None)
             if not name or name in self._spans:
-                part = self._transcript.text[start + place : end]
-                place += len(part)
+                part = self._transcript.text[start + offset : end]
+                offset += len(part)
                 if part:
                     yield part
                     continue  # Much may have changed meanwhile.

@@ -16,7 +16,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicesMethod:
-    """pick: the place of the chosen one. needs_unconditional: logprobs without the text are scored besides."""
+    """pick: the index of the chosen one. needs_unconditional: logprobs without the text are scored besides."""
 
     name: str
     pick: Picker
@@ -39,8 +39,8 @@ def _greedy(scored: Scored) -> int:
     """Token by token, those stay that are likeliest; a choice that has ended goes on with its mean."""
     means = mean_logprobs(scored)
     left = list(range(len(means)))
-    for place in range(max(map(len, scored.conditional))):
-        values = [_at(scored.conditional[choice], place, means[choice]) for choice in left]
+    for index in range(max(map(len, scored.conditional))):
+        values = [_at(scored.conditional[choice], index, means[choice]) for choice in left]
         best = max(values)
         left = [choice for choice, value in zip(left, values, strict=True) if value == best]
         if len(left) == 1:
@@ -56,8 +56,8 @@ def _best_gain(scored: Scored) -> int:
     return _first_best(gains)
 
 
-def _at(values: Sequence[float], place: int, beyond: float) -> float:
-    return values[place] if place < len(values) else beyond
+def _at(values: Sequence[float], index: int, beyond: float) -> float:
+    return values[index] if index < len(values) else beyond
 
 
 def _first_best(values: Sequence[float]) -> int:

@@ -69,11 +69,11 @@ class Program:
         """
         self._require(is_async=False)
         _check_batch(batch, concurrency)
-        places = client.wait(_places())
+        slots = client.wait(_slots())
 
         def one(numbered: tuple[int, Mapping[str, object]]) -> State:
             number, arguments = numbered
-            runtime = client.wait(_runtime(client.asynchronous, options, places, (number,)))
+            runtime = client.wait(_runtime(client.asynchronous, options, slots, (number,)))
             state = State(client, client.wait(_state(runtime)))
             try:
                 self._run(state, runtime, client, (), arguments)
@@ -106,10 +106,10 @@ class Program:
         """As run_batch, of an asynchronous function."""
         self._require(is_async=True)
         _check_batch(batch, concurrency)
-        places, turns = asyncio.Semaphore(MAX_REQUESTS), asyncio.Semaphore(concurrency)
+        slots, turns = asyncio.Semaphore(MAX_REQUESTS), asyncio.Semaphore(concurrency)
 
         async def one(number: int, arguments: Mapping[str, object]) -> AsyncState:
-            runtime = Runtime(client, options or {}, places=places, path=(number,))
+            runtime = Runtime(client, options or {}, slots=slots, path=(number,))
             state = AsyncState(runtime)
             async with turns:
                 try:
@@ -181,10 +181,10 @@ async def _end(runtime: Runtime, state: AsyncState) -> None:
 async def _runtime(
     client: AsyncClient,
     options: Options | None,
-    places: asyncio.Semaphore | None = None,
+    slots: asyncio.Semaphore | None = None,
     path: tuple[int, ...] = (),
 ) -> Runtime:
-    return Runtime(client, options or {}, places=places, path=path)
+    return Runtime(client, options or {}, slots=slots, path=path)
 
 
 async def _state(runtime: Runtime) -> AsyncState:
@@ -192,7 +192,7 @@ async def _state(runtime: Runtime) -> AsyncState:
     return AsyncState(runtime)
 
 
-async def _places() -> asyncio.Semaphore:
+async def _slots() -> asyncio.Semaphore:
     return asyncio.Semaphore(MAX_REQUESTS)
 
 

@@ -23,7 +23,7 @@ _RETRY_S = 0.25
 class Runtime:
     """One run of a program. options: what every generation of it has unless it says otherwise.
 
-    places: shared by the runs of a batch. path: of the run within its batch; it tells equal seeds of its states apart.
+    slots: shared by the runs of a batch. path: of the run within its batch; it tells equal seeds of its states apart.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Runtime:
         client: AsyncClient,
         options: Options,
         *,
-        places: asyncio.Semaphore | None = None,
+        slots: asyncio.Semaphore | None = None,
         path: tuple[int, ...] = (),
     ) -> None:
         self.client = client
         self.path = path
         self._options = options
-        self._places = places or asyncio.Semaphore(MAX_REQUESTS)
+        self._slots = slots or asyncio.Semaphore(MAX_REQUESTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_states = 0
         self._usage = Usage(prompt_tokens=0, output_tokens=0, cached_tokens=0)
@@ -105,7 +105,7 @@ class Runtime:
     async def stream(self, prompt: str | Sequence[int], options: Options) -> AsyncGenerator[Chunk, None]:
         """Chunks of one output. A full queue is waited for, as long as a client waits for a lost router."""
         until = asyncio.get_running_loop().time() + self.client.resume_timeout_s
-        async with self._places:
+        async with self._slots:
             while True:
                 stream = self.client.generate(prompt, **cast("Any", options))
                 is_begun = False
@@ -126,7 +126,7 @@ class Runtime:
     async def complete(self, prompt: Sequence[int], options: Options) -> Completion:
         """As stream, whole; for requests whose prompt is scored."""
         until = asyncio.get_running_loop().time() + self.client.resume_timeout_s
-        async with self._places:
+        async with self._slots:
             while True:
                 try:
                     done = await self.client.complete(prompt, **cast("Any", options))

@@ -69,8 +69,8 @@ _KEPT = frozenset(("model", "cache_salt", "priority", "tenant", "session", "dead
 
 
 def _first_of_choice(prefix: Sequence[int], whole: Sequence[int]) -> int:
-    """Place of the first token that is not the prefix's; at least the last token is the choice's."""
-    for place, (ours, theirs) in enumerate(zip(prefix, whole, strict=False)):
+    """Index of the first token that is not the prefix's; at least the last token is the choice's."""
+    for index, (ours, theirs) in enumerate(zip(prefix, whole, strict=False)):
         if ours != theirs:
-            return place
+            return index
     return min(len(prefix), len(whole) - 1)

@@ -119,12 +119,12 @@ class Forks:
     def __iter__(self) -> Iterator[State]:
         return iter(self._states)
 
-    def __getitem__(self, place: int) -> State:
-        return self._states[place]
+    def __getitem__(self, index: int) -> State:
+        return self._states[index]
 
-    def __setitem__(self, place: int, state: State) -> None:
+    def __setitem__(self, index: int, state: State) -> None:
         # `forks[0] += ...` assigns what __iadd__ returned.
-        assert state is self._states[place], "a fork cannot be replaced"
+        assert state is self._states[index], "a fork cannot be replaced"
 
     def __iadd__(self, expression: Expression | str) -> Forks:
         for state in self._states:

@@ -83,7 +83,7 @@ class TextReader(ChatParser):
         """The text up to `end`, an index of the pending text. Raises Malformed for a call that is held too long."""
         is_too_long = False
         if self._raw is not None:
-            # To the character, so that the rest is read from the same place however the text came.
+            # To the character, so that the rest is read from the same offset however the text came.
             is_too_long = self._raw_chars + end - self._at > self.max_held
             end = min(end, self._at + self.max_held - self._raw_chars)
             self._raw.append(self._text[self._at : end])

@@ -21,7 +21,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Place of an API: a unix socket's path, or host and port. tls: None = plain."""
+    """Address of an API: a unix socket's path, or host and port. tls: None = plain."""
 
     host: str = "localhost"
     port: int = 80

@@ -39,7 +39,7 @@ _TIMEOUT_S = 2.0
 
 
 class SrvRecord(NamedTuple):
-    """One place of a service. Of those with the least priority number all are used; weight: not looked at."""
+    """One address of a service. Of those with the least priority number all are used; weight: not looked at."""
 
     priority: int
     weight: int

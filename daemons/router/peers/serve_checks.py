@@ -74,5 +74,6 @@ class ServeChecks:
             raise self.broken(f"a vector of {size} bytes is not what was asked for")
 
     def reason(self, finished: scheduler_pb2.Finished) -> None:
-        if int(finished.reason) not in tuple(FinishReason):
+        # No prefill is asked to hand its output over yet.
+        if int(finished.reason) not in tuple(FinishReason) or int(finished.reason) == FinishReason.HANDED_OVER:
             raise self.broken(f"an output finished for reason {finished.reason}, which is none")

@@ -76,10 +76,10 @@ def pick_model(models: Iterable[ServedModel], name: str, like: ServedIdentity | 
 
 def _add(models: list[ServedModel], name: str, replica: Replica, identity: ServedIdentity) -> None:
     """Counts a replica in with the replicas of the same model."""
-    for place, known in enumerate(models):
+    for index, known in enumerate(models):
         if is_same_model(known.identity, identity):
             longest = max(known.identity.max_total_len, identity.max_total_len)
-            models[place] = known._replace(
+            models[index] = known._replace(
                 identity=replace(known.identity, max_total_len=longest),
                 num_schedulers=known.num_schedulers + replica.is_connected,
                 request_lens=(*known.request_lens, replica.max_request_len),

@@ -14,7 +14,7 @@ from radixmesh.daemons.router.placement.prefix_index import PrefixIndex
 from radixmesh.daemons.router.placement.prompt_keys import PromptKeys, block_ends
 from radixmesh.daemons.router.placement.tree_summary import Run, TreeSummary, largest_subtrees
 
-# Of a node beside its ids: the object, its numbers, its place in the table. Measured with tracemalloc.
+# Of a node beside its ids: the object, its numbers, its entry in the table. Measured with tracemalloc.
 _NODE_BYTES = 400
 _KEYS_A_SLICE = 4096
 

@@ -41,7 +41,7 @@ class Turn(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """One entry's place. line: entries of other lines are served apart. cost: at least 1, in any unit.
+    """The position of one entry. line: entries of other lines are served apart. cost: at least 1, in any unit.
 
     is_begun: goes before all that have not. since: seconds.
     """
@@ -146,7 +146,7 @@ class _Line(Generic[T]):
         return flow
 
     def drop(self, flow: _Flow[T]) -> None:
-        """The tenant has no entries any more. Its place in the heap is passed over when its turn comes."""
+        """The tenant has no entries any more. Its entry in the heap is passed over when its turn comes."""
         del self.flows[flow.tenant]
         self.set_aside.pop(flow.tenant, None)
         self.lacking_room.pop(flow.tenant, None)

@@ -22,7 +22,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 _M = TypeVar("_M", bound=Message)
 
-# Elements of a repeated field, together in all its places in a message; bytes of a string.
+# Elements of a repeated field, all occurrences in a message together; bytes of a string.
 DEFAULT_COUNT = 1 << 14
 DEFAULT_STRING_BYTES = 64 << 10
 MAX_COUNTS: Mapping[str, int] = {

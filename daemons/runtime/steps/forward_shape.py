@@ -14,6 +14,8 @@ DISPATCH_TO_PROTO = {
     DispatchMode.LOW_LATENCY: worker_pb2.EXPERT_DISPATCH_LOW_LATENCY,
 }
 
+_FORWARD_MODES = frozenset(worker_pb2.ForwardMode.values()) - {worker_pb2.FORWARD_MODE_UNSPECIFIED}
+
 
 def check_shape(header: worker_pb2.PlanHeader, *, has_chunks: bool) -> None:
     """Raises MISSING_FIELD, or INVALID_ARGUMENT for a mode that is none or not the rows'."""
@@ -25,7 +27,7 @@ def check_shape(header: worker_pb2.PlanHeader, *, has_chunks: bool) -> None:
         message = f"header.shape.dispatch is {header.shape.dispatch}: send NORMAL or LOW_LATENCY"
         raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "header.shape.dispatch"})
     mode = header.shape.mode
-    if mode not in worker_pb2.ForwardMode.values() or mode == worker_pb2.FORWARD_MODE_UNSPECIFIED:
+    if mode not in _FORWARD_MODES:
         raise missing_field("header.shape.mode")
     if has_chunks and mode in (worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE):
         message = f"the plan has chunks, its mode is {worker_pb2.ForwardMode.Name(mode)}: send EXTEND or MIXED"

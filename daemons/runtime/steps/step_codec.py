@@ -89,6 +89,18 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
     header, rank = message.header, message.ranks[dp_rank]
     if header.step_id == 0:
         raise missing_field("header.step_id")
+    if not rank.ByteSize() and not header.barrier_ops:
+        # Decodes advance and nothing else happens, as in most plans.
+        check_shape(header, has_chunks=False)
+        return StepPlan(
+            epoch=header.epoch,
+            step_id=header.step_id,
+            group_generation=header.group_generation,
+            expected_us=header.expected_us,
+            has_forward=header.HasField("shape"),
+            max_tokens_per_rank=header.shape.max_tokens_per_rank,
+            dispatch=DISPATCH_MODES[header.shape.dispatch],
+        )
     chunks = _chunks(rank)
     check_shape(header, has_chunks=bool(chunks))
     for op in header.barrier_ops:

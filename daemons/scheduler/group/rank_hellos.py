@@ -113,7 +113,7 @@ def _contracts(hello: common_pb2.Hello) -> str:
 def _layout_of(hellos: Sequence[worker_pb2.WorkerHello]) -> RankLayout:
     """Rank 0's layout, whose sizes are those of all.
 
-    Raises INVALID_ARGUMENT unless each worker is at its place in a group of as many as there are, of rank 0's sizes.
+    Raises INVALID_ARGUMENT unless each worker is at its position in a group of as many as there are, of rank 0's sizes.
     """
     try:
         sizes = RankLayout.from_proto(hellos[0].capabilities.layout)

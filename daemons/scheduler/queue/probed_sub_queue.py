@@ -136,33 +136,33 @@ class DepthFirstSubQueue(ProbedSubQueue):
         super().admitted(sequence)
 
     def _placed(self, sequence: Sequence, probe: Probe) -> None:
-        place = self._top
+        at = self._top
         for node in probe.branch:
-            place = place.enter(node)
-        place.arrive(sequence)
+            at = at.enter(node)
+        at.arrive(sequence)
 
     def _unplaced(self, sequence: Sequence, probe: Probe) -> None:
-        places = [self._top]
+        path = [self._top]
         for node in probe.branch:
-            places.append(places[-1].below[node])
-        places[-1].depart(sequence)
-        for above, node in zip(reversed(places[:-1]), reversed(probe.branch), strict=True):
+            path.append(path[-1].below[node])
+        path[-1].depart(sequence)
+        for above, node in zip(reversed(path[:-1]), reversed(probe.branch), strict=True):
             above.leave(node)
 
     def _best(self) -> Sequence | None:
         if not self._probes:
             return None
-        place, current = self._top, iter(self._current)
-        while place.below:
+        at, current = self._top, iter(self._current)
+        while at.below:
             node = next(current, None)
-            if node is None or node not in place.below:
-                node, current = place.heaviest(), iter(())
-            place = place.below[node]
-        return place.oldest()
+            if node is None or node not in at.below:
+                node, current = at.heaviest(), iter(())
+            at = at.below[node]
+        return at.oldest()
 
 
 class _Branch:
-    """A place in the tree: how many members lie at or below it, and those that end here."""
+    """A node of the tree: how many members lie at or below it, and those that end here."""
 
     def __init__(self) -> None:
         self.weight = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
@@ -17,9 +18,9 @@ from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
-from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
-from radixmesh.daemons.worker.models.model import Model, ModelBatch
+from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatch
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
@@ -49,14 +50,16 @@ class CpuRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
+        self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
         if group is not None and group.size > 1:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
             self.kv_layout += f";tp={group.rank}/{group.size}"
+            self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
         self.tasks = model.tasks
-        self._model = model
+        self.model = self._model = model
         self.pool = pool
         self._attention = attention
         self._group = group or LocalGroup()
@@ -95,6 +98,8 @@ class CpuRunner(ModelRunner):
     def admitted(self, admit: Admit) -> None:
         if self._lengths is not None:
             self._lengths.admitted(admit.slot)
+        if self._drafter is not None:
+            self._drafter.admitted(admit.slot)
 
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
@@ -127,9 +132,15 @@ class CpuRunner(ModelRunner):
             # Experts of this rank compute the rows of others.
             self._model.forward(idle_batch(self._tiles, self.pool))
             return []
-        if self._drafter is not None:
-            segments = self._with_drafts(self._drafter, segments)
-        hidden_TD = self._model.forward(self.batch_of(segments))
+        drafter = self._drafter
+        if drafter is not None:
+            segments = self._with_drafts(drafter, segments)
+        states = HiddenStates(drafter.hidden_layers) if drafter is not None and drafter.hidden_layers else None
+        hidden_TD = self._model.forward(self.batch_of(segments, states))
+        if drafter is not None:
+            num_rows = sum(len(segment.ids) for segment in segments)
+            shown = () if states is None else (states.by_layer[layer][:num_rows] for layer in drafter.hidden_layers)
+            drafter.computed(segments, tuple(shown))
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
         outputs, row = [], 0
@@ -160,12 +171,24 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.copy_page(source, target, num_tokens)
+        if self._drafter is not None:
+            self._drafter.copied(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        return self.pool.read_tokens(torch.from_numpy(places.astype(np.int64))).numpy()
+
+    @torch.inference_mode()
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self.pool.write_tokens(torch.from_numpy(places.astype(np.int64)), torch.from_numpy(data))
 
     @torch.inference_mode()
     def clear(self) -> None:
         self.pool.clear()
+        if self._drafter is not None:
+            self._drafter.cleared()
 
-    def batch_of(self, segments: Sequence[Segment]) -> ModelBatch:
+    def batch_of(self, segments: Sequence[Segment], hidden: HiddenStates | None = None) -> ModelBatch:
         num_rows = sum(len(segment.ids) for segment in segments)
         padded = self._tiles.padded(num_rows)
         ids, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
@@ -174,7 +197,10 @@ class CpuRunner(ModelRunner):
             [np.arange(segment.start, segment.start + len(segment.ids)) for segment in segments]
         )
         parts = [
-            AttentionSegment(start=s.start, length=len(s.ids), kv_slots=_kv_slots(s, self.page_size)) for s in segments
+            AttentionSegment(
+                start=s.start, length=len(s.ids), kv_slots=kv_slots(s.pages, s.start + len(s.ids), self.page_size)
+            )
+            for s in segments
         ]
         return ModelBatch(
             ids_T=torch.from_numpy(ids),
@@ -186,6 +212,7 @@ class CpuRunner(ModelRunner):
                 AttentionBatch(segments=parts, num_rows=padded, zero_slot=self.pool.zero_slot)
             ),
             tiles=self._tiles,
+            hidden=hidden,
         )
 
     def _with_drafts(self, drafter: Drafter, segments: Sequence[Segment]) -> Sequence[Segment]:
@@ -199,7 +226,7 @@ class CpuRunner(ModelRunner):
             if segment.max_tokens is not None and segment.sample is not None:
                 most = min(segment.max_tokens, self.max_tokens_per_row) - 1
                 if most > 0 and (self._most_drafts or segment.sample.guide is not None):
-                    rows[index] = DraftRow(sample=segment.sample, most=most)
+                    rows[index] = DraftRow(sample=segment.sample, most=most, slot=segment.slot, pages=segment.pages)
         drafted = list(segments)
         for index, ids in zip(rows, drafts_of(drafter, list(rows.values()), self.vocab_size), strict=True):
             drafted[index] = replace(segments[index], ids=np.concatenate((segments[index].ids, ids)))
@@ -310,12 +337,3 @@ def _padded_to(rows: SlotArray, length: int) -> SlotArray:
     padded = np.zeros(length, np.int64)
     padded[: len(rows)] = rows
     return padded
-
-
-def _kv_slots(segment: Segment, page_size: int) -> SlotArray:
-    """Pool indices of the tokens that hold the KV of positions [0, start + length)."""
-    length = segment.start + len(segment.ids)
-    pages = segment.pages[: -(-length // page_size)].astype(np.int64)
-    if page_size == 1:
-        return pages
-    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,8 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.step_handle import DeviceEvent
+
+_SPARE_EVENTS = 64
 
 
 class TimedEvent(DeviceEvent):
@@ -62,6 +66,11 @@ class Device(ABC):
         """Work launched inside goes to the stream."""
         yield
 
+    def stay_in_order(self) -> None:
+        """From now on work of the calling thread goes to the stream. Cheap if it does so already: for what is called
+        in every step, by the one thread that runs them."""
+        return
+
 
 class HostEvent(TimedEvent):
     """Done when it is recorded."""
@@ -104,29 +113,54 @@ class HostDevice(Device):
 
 
 class CudaEvent(TimedEvent):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, spare: deque[torch.cuda.Event]) -> None:
+        """spare: events of the driver, of those that are gone: to make one takes longer than to record it."""
         self.recorded_ns = time.monotonic_ns()
-        # Blocking: the waiting thread sleeps instead of spinning on a core.
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._was_done = False
+        self._spare = spare
+        try:
+            self._event = spare.pop()
+        except IndexError:
+            # Blocking: the waiting thread sleeps instead of spinning on a core.
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
+
+    def __del__(self) -> None:
+        # Nobody has the event any more, so that it may be recorded again, whether it is done or not.
+        self._spare.append(self._event)
 
     @property
     def is_done(self) -> bool:
-        try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            return True
+        if not self._was_done:
+            try:
+                self._was_done = bool(self._event.query())  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                return True  # wait() raises.
+        return self._was_done
 
     def wait(self) -> None:
-        self._event.synchronize()
+        # Several ask for one event, and each question to the driver takes microseconds.
+        if not self._was_done:
+            self._event.synchronize()
+            self._was_done = True
 
     def seconds_since(self, earlier: TimedEvent) -> float:
+        if earlier is self:
+            return 0.0
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
 
+class _Current(threading.local):
+    """The device whose stream the thread's work goes to."""
+
+    device: CudaDevice | None = None
+
+
 class CudaDevice(Device):
     """One GPU; work goes to one stream. Graphs share one memory pool: one runs at a time."""
+
+    _current = _Current()
 
     can_capture = True
 
@@ -135,9 +169,10 @@ class CudaDevice(Device):
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
 
     def record_event(self) -> TimedEvent:
-        return CudaEvent(self._stream)
+        return CudaEvent(self._stream, self._spare)
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
@@ -163,8 +198,22 @@ class CudaDevice(Device):
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+        before = self._current.device
+        if before is self:
             yield
+            return
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+            self._current.device = self
+            try:
+                yield
+            finally:
+                self._current.device = before
+
+    def stay_in_order(self) -> None:
+        if self._current.device is not self:
+            torch.cuda.set_device(self.torch_device)
+            torch.cuda.set_stream(self._stream)
+            self._current.device = self
 
 
 class DeviceClock:

@@ -1,1 +1,1 @@
-"""Guided decoding in the worker: grammars that were put here, and each slot's place in its own."""
+"""Guided decoding in the worker: grammars that were put here, and each slot's position in its own."""

@@ -133,7 +133,7 @@ class Guide:
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
 
-        The output may cut that text in other places: they are drafts, which sampling confirms or not.
+        The output may cut that text at other positions: they are drafts, which sampling confirms or not.
         """
         return self._forced[: max(most, 0)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,6 +46,19 @@ class Placement:
         return self if self.has_projections else replace(self, device=torch.device("meta"))
 
 
+class HiddenStates:
+    """Outputs of some layers of a forward, [T, hidden] each, by layer from 0."""
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self._layers = frozenset(layers)
+        self.by_layer: dict[int, torch.Tensor] = {}
+
+    def note(self, layer: int, x_TD: torch.Tensor) -> None:
+        """Keeps a layer's output if it is wanted. Nobody changes that tensor afterwards."""
+        if layer in self._layers:
+            self.by_layer[layer] = x_TD
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBatch:
     """The rows of a step. T counts padding rows, which come last; the first `num_rows` are tokens.
@@ -59,6 +73,8 @@ class ModelBatch:
     kv: KvPlanes
     attention: BatchAttention
     tiles: RowTiles
+    hidden: HiddenStates | None = None
+    """Takes the outputs of layers that somebody wants; None: nobody does."""
 
 
 class RowInput(NamedTuple):
@@ -85,6 +101,9 @@ class Model(ABC):
 
     is_batch_invariant: bool = True
     tasks: frozenset[Task] = frozenset({Task.GENERATE, Task.EMBED})
+    shows_hidden: bool = False
+    """True if `forward` fills `ModelBatch.hidden`, and there are `hidden_size` and `embed`."""
+    hidden_size: int
     vocab_size: int
     max_total_len: int
     kv_layout: KvLayout
@@ -93,6 +112,10 @@ class Model(ABC):
     @abstractmethod
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         """Writes the KV of all tokens and returns the last layer's output, [T, hidden], before the final norm."""
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]: embedding of tokens as the checkpoint has it, for networks that draft for this model."""
+        raise AssertionError(f"{type(self).__name__} shows no hidden states")
 
     @abstractmethod
     def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:

@@ -9,13 +9,12 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -28,28 +27,14 @@ from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
+from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
 from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
+from radixmesh.daemons.worker.plans.written import Written
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.step_handle import DONE, StepHandle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if pages
-    are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
-
-    pages: IntArray
-    page_generations: IntArray
-    offsets: IntArray
-    segment_ids: list[IntArray] | None
-    row_slots: IntArray
-    """Slots of the rows whose positions are known at the launch: all of them, or none where rows have bounds."""
-    row_ids: IntArray
-    is_known: BoolArray
-    """Of each row: whether its token was known at the launch, and row_ids holds it."""
 
 
 class StepExecutor:
@@ -81,6 +66,7 @@ class StepExecutor:
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
+        self._repeated = RepeatedRows(self.table, runner.page_size)
         self.records = PageRecordTable(self.limits)
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
@@ -124,6 +110,9 @@ class StepExecutor:
         a step died half-way, the tables and KV are undefined from then on.
         """
         self._check_order(plan)
+        if not len(self._guides) and (repeated := self._repeated.next(plan)) is not None:
+            self.last_step = plan.step_id
+            return self._launch(plan, repeated, ready_ns)
         check_plan(plan, self.limits, self.table, self.records, self.runner)
         spent_ns = self._apply(plan)
         self.last_step = plan.step_id
@@ -138,7 +127,12 @@ class StepExecutor:
             batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if len(self._guides):
             batch = self._with_masks(batch)
-        builder = self._builder(plan)
+        if most == 1:
+            self._repeated.ran(batch)
+        return self._launch(plan, batch, ready_ns)
+
+    def _launch(self, plan: StepPlan, batch: ForwardBatch, ready_ns: int) -> StepHandle[StepResult]:
+        most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         if most > 1:
@@ -149,7 +143,9 @@ class StepExecutor:
             if len(self._guides):
                 self._guides.follow(sampled_tokens(batch, output, None, self.table))
             return StepHandle.of(builder.build_forward(batch, output))
-        settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
+        is_asynchronous = self.runner.is_asynchronous
+        written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
+        settle = partial(self._settle, plan.step_id, running, batch, written, builder)
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
@@ -257,31 +253,6 @@ class StepExecutor:
         slots = [segment.slot for segment in batch.segments]
         return bool((self.table.known_len[slots] < self.table.total_len[slots]).any())
 
-    def _written(self, batch: ForwardBatch) -> Written:
-        """Places of the step's tokens: segments first, rows after them. Their ids are known once it is done."""
-        size, rows = self.limits.page_size, batch.rows
-        slots, row_positions = (empty_ints(), empty_ints()) if self._is_bounded else (rows.slots, rows.positions)
-        if batch.is_certain is not None:  # The others' are settled from counts.
-            slots, row_positions = slots[batch.is_certain], row_positions[batch.is_certain]
-        pages, positions = [], []
-        for segment in batch.segments:
-            at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
-            pages.append(segment.pages[at // size])
-            positions.append(at)
-        pages.append(rows.page_tables[slots, row_positions // size])
-        positions.append(row_positions)
-        all_pages = np.concatenate(pages)
-        return Written(
-            pages=all_pages,
-            page_generations=self.records.generations[all_pages],
-            offsets=np.concatenate(positions) % np.int32(size),
-            segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
-            # Read anew: the rows' own ids are older than what was finished since.
-            row_slots=slots,
-            row_ids=self.table.tokens[slots, row_positions],
-            is_known=self.table.known_len[slots] > row_positions,
-        )
-
     def _advance(self, batch: ForwardBatch) -> None:
         """Lengths, as the step will leave them."""
         table, rows = self.table, batch.rows
@@ -311,10 +282,9 @@ class StepExecutor:
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
-        segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
-        self.records.extend_if(
-            written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
-        )
+        if batch.segments:
+            ids = np.concatenate((*(written.segment_ids or [segment.ids for segment in batch.segments]), ids))
+        self.records.extend_if(written.pages, written.page_generations, written.offsets, ids)
         tokens: IntArray | None = None
         if self._is_bounded:
             batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
@@ -323,7 +293,7 @@ class StepExecutor:
             batch, tokens = settle_guided(batch, output, ~is_certain, self.table, self.records, size)
             self._learn_rows(batch, tokens, is_certain)
         else:
-            self._learn_rows(batch, output.tokens, np.ones(len(output.tokens), np.bool_))
+            self._learn_rows(batch, output.tokens, None)
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
@@ -332,12 +302,19 @@ class StepExecutor:
             self._guides.follow(sampled_tokens(batch, output, tokens, self.table))
         return builder.build_forward(batch, output)
 
-    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray) -> None:
+    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:
+        """is_certain: the rows that are learned; None: all."""
         rows, table = batch.rows, self.table
-        self._last_sampled[rows.slots[is_certain]] = tokens[is_certain]
-        is_same = is_certain & (table.generations[rows.slots] == batch.row_generations)
-        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
-        table.tokens[slots, positions] = tokens[is_same]
+        slots, positions = rows.slots, rows.positions + 1
+        is_same = table.generations[slots] == batch.row_generations
+        if is_certain is not None:
+            self._last_sampled[slots[is_certain]] = tokens[is_certain]
+            is_same &= is_certain
+        else:
+            self._last_sampled[slots] = tokens
+        if not is_same.all():
+            slots, positions, tokens = slots[is_same], positions[is_same], tokens[is_same]
+        table.tokens[slots, positions] = tokens
         table.known_len[slots] = positions + 1
 
     def _learn(self, row: Row, position: int, token: int) -> None:

@@ -46,6 +46,9 @@ class ResultBuilder:
 
     def build_forward(self, batch: ForwardBatch, output: StepOutput) -> StepResult:
         """The result of a forward."""
+        if self._is_plain(batch, output):
+            counts = np.ones(batch.num_results, np.int32)
+            return self._result(counts=counts, ids=output.tokens, start_ns=output.start_ns, end_ns=output.end_ns)
         counts = np.zeros(batch.num_results, np.int32)
         ids = np.zeros(batch.num_results, np.int32)
         is_uneven = output.counts is not None or any(got.more_tokens for got in output.segments)
@@ -71,6 +74,16 @@ class ResultBuilder:
             result = replace(result, expert_rows=(output.expert_rows,), expert_loads=loads)
         result = _with_drafts(_with_reasons(result, late_indexes(batch, output)), batch, output)
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
+
+    def _is_plain(self, batch: ForwardBatch, output: StepOutput) -> bool:
+        """Every result row is a decode row with one token, and there is nothing else to tell."""
+        return (
+            not (batch.segments or batch.late_rows or output.logprobs or self._failed_slots)
+            and len(output.tokens) == batch.num_results
+            and output.counts is None
+            and output.num_drafts is None
+            and output.expert_rows is None
+        )
 
     def _result(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -49,6 +50,7 @@ class SimulatedRunner(ModelRunner):
         self.page_size = page_size
         self.num_pages = num_pages
         self.kv_dtype, self.kv_layout = "uint64", f"page={page_size};hash"
+        self.kv_token_bytes, self.kv_token_layout = 8, "hash"
         self.vocab_size = vocab_size
         self.max_total_len = max_total_len
         self.alphabet = alphabet
@@ -75,6 +77,12 @@ class SimulatedRunner(ModelRunner):
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         size = self.page_size
         self.kv[target * size : target * size + num_tokens] = self.kv[source * size : source * size + num_tokens]
+
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        return self.kv[places].view(np.uint8)
+
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self.kv[places] = data.view(np.uint64)
 
     def clear(self) -> None:
         self.kv.fill(_POISON)

@@ -12,28 +12,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
-from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.runner import SampleInput, Segment
 
 if TYPE_CHECKING:
+    import torch
+
     from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRow:
-    """A decode that drafts are wanted for: the tokens that it has, and how many may follow them, `most` >= 1."""
+    """A decode that drafts are wanted for: the tokens that it has, and how many may follow them, `most` >= 1.
+
+    pages: int32, those of the row's slot, for all of its tokens and `most` drafts.
+    """
 
     sample: SampleInput
     most: int
+    slot: int = 0
+    pages: IntArray = field(default_factory=empty_ints)
 
 
 class Drafter(ABC):
-    """Proposes continuations of rows. Used by one thread."""
+    """Proposes continuations of rows. Used by one thread.
+
+    One that keeps something of tokens, in pages of its own beside the target's, is told on the CPU what happens to
+    those: `admitted`, `computed`, `copied` and `cleared`, in the order in which it happens to the target's.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs `computed` takes, from 0."""
 
     @abstractmethod
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
@@ -41,6 +55,23 @@ class Drafter(ABC):
 
         A row's proposal depends on that row alone: never on another request's tokens, which may be another tenant's.
         """
+
+    def admitted(self, slot: int) -> None:
+        """Another request took the slot. Default: nothing is kept."""
+        return
+
+    def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
+        """The target computed segments. hidden: outputs of `hidden_layers` for their tokens, [tokens, hidden] each,
+        valid until it returns. Default: nothing is kept."""
+        return
+
+    def copied(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of a page are on another page too. Default: nothing is kept."""
+        return
+
+    def cleared(self) -> None:
+        """Nothing is on any page. Default: nothing is kept."""
+        return
 
     def on_device(self) -> DeviceDrafter | None:
         """The same proposals, made on a GPU inside a step. None: the host proposes, some steps behind the device."""
@@ -58,11 +89,26 @@ class EachRow(Drafter):
 
 
 class ByGrammar(Drafter):
-    """Rows that follow a grammar are drafted by `guided`, up to max_guided ids; others by `free`, up to max_free."""
+    """Rows that follow a grammar are drafted by `guided`, up to max_guided ids; others by `free`, up to max_free, which
+    alone may keep something of tokens."""
 
     def __init__(self, guided: Drafter, max_guided: int, free: Drafter, max_free: int) -> None:
         self._guided, self._max_guided = guided, max_guided
         self._free, self._max_free = free, max_free
+
+        self.hidden_layers = free.hidden_layers
+
+    def admitted(self, slot: int) -> None:
+        self._free.admitted(slot)
+
+    def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
+        self._free.computed(segments, hidden)
+
+    def copied(self, source: int, target: int, num_tokens: int) -> None:
+        self._free.copied(source, target, num_tokens)
+
+    def cleared(self) -> None:
+        self._free.cleared()
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
         has_guide = [row.sample.guide is not None for row in rows]

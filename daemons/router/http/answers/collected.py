@@ -33,9 +33,9 @@ class LogprobRun:
             run.add(logprobs)
         return run
 
-    def top(self, place: int) -> list[tuple[int, float]]:
-        """Alternatives of the token at that place, most likely first."""
-        start, end = place * self.num_top, (place + 1) * self.num_top
+    def top(self, index: int) -> list[tuple[int, float]]:
+        """Alternatives of the token at that index, most likely first."""
+        start, end = index * self.num_top, (index + 1) * self.num_top
         return list(zip(self.top_ids[start:end], self.top_values[start:end], strict=True))
 
 
@@ -101,8 +101,8 @@ async def collect(group: RequestGroup, num_requests: int) -> list[CollectedReque
     """All answers whole, in the order of the prompts. Raises MeshError when any output fails."""
     collected = [CollectedRequest() for _ in range(num_requests)]
     while (item := await group.next()) is not None:
-        place, update = item
-        collected[place].add(update)
+        index, update = item
+        collected[index].add(update)
     return collected
 
 

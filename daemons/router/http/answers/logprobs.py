@@ -15,9 +15,9 @@ _LEAST = -9999.0
 def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dict[str, object]:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`, one entry per id, the one that ended the output too."""
     content = []
-    for place, token in enumerate(ids):
-        entry = _entry(token, run.values[place], table)
-        entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(place)]
+    for index, token in enumerate(ids):
+        entry = _entry(token, run.values[index], table)
+        entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(index)]
         content.append(entry)
     return {"content": content, "refusal": None}
 
@@ -45,9 +45,9 @@ class CompletionLogprobs:
         table = self._table
         values: list[float | None] = [max(value, _LEAST) for value in run.values]
         tops: list[dict[str, float] | None] = []
-        for place, token in enumerate(ids[1:] if is_start else ids):
-            top = {table.spelling(other): max(value, _LEAST) for other, value in run.top(place)}
-            top.setdefault(table.spelling(token), max(run.values[place], _LEAST))
+        for index, token in enumerate(ids[1:] if is_start else ids):
+            top = {table.spelling(other): max(value, _LEAST) for other, value in run.top(index)}
+            top.setdefault(table.spelling(token), max(run.values[index], _LEAST))
             tops.append(top)
         if is_start:
             values, tops = [None, *values], [None, *tops]

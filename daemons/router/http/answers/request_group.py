@@ -29,14 +29,14 @@ class RequestGroup:
     ) -> None:
         self._streams: list[RequestStream] = []
         self._pumps: list[asyncio.Task[None]] = []
-        # One place: a pump waits, and its delivery merges, until the consumer has taken what is there.
+        # One entry: a pump waits, and its delivery merges, until the consumer has taken what is there.
         self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
         self._num_open = len(requests)
         # A thousand prompts at once at the tokenizers, from each of some clients, are more than the event loop takes.
         self._starts = asyncio.Semaphore(_MAX_STARTING)
         self._being_written: RequestStream | None = None
         self._place_written = 0
-        # By place: the message of this request that was in the queue last is written.
+        # By index of the prompt: the message of this request that was in the queue last is written.
         self._is_written = [asyncio.Event() for _ in requests]
         try:
             for request in requests:
@@ -103,7 +103,7 @@ class RequestGroup:
         """Why a request was broken off while its client was written to, if one was."""
         return next((stream.error for stream in self._streams if stream.error is not None), None)
 
-    async def _pump(self, place: int, stream: RequestStream) -> None:
+    async def _pump(self, index: int, stream: RequestStream) -> None:
         with suppress(asyncio.CancelledError):
             try:
                 async with self._starts:
@@ -111,10 +111,10 @@ class RequestGroup:
                 while message is not None:
                     # It waits for the others' messages: that is no stall of the client's.
                     stream.delivery.stop_writing()
-                    await self._queue.put((place, message))
+                    await self._queue.put((index, message))
                     # take() says that nothing is being written any more.
-                    await self._is_written[place].wait()
-                    self._is_written[place].clear()
+                    await self._is_written[index].wait()
+                    self._is_written[index].clear()
                     message = await stream.take()
                 await self._queue.put(None)
             except Exception as error:

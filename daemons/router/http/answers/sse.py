@@ -46,8 +46,8 @@ class EventWriter(ABC):
         """Events before any output; may be empty."""
 
     @abstractmethod
-    def write(self, place: int, update: Update) -> bytes:
-        """Events for news of the prompt at `place`; none for its resolved request, which comes first. Raises the
+    def write(self, prompt_index: int, update: Update) -> bytes:
+        """Events for news of the prompt at `prompt_index`; none for its resolved request, which comes first. Raises the
         MeshError of a failed output."""
 
     @abstractmethod

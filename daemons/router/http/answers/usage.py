@@ -18,10 +18,10 @@ class UsageSum:
         self.num_completion = 0
         self._accepted = self._rejected = 0
 
-    def add(self, place: int, finished: Finished) -> None:
-        """place: which prompt."""
-        cached = max(finished.cached_tokens, self._prompt.get(place, (0, 0))[1])
-        self._prompt[place] = (finished.prompt_tokens, cached)
+    def add(self, index: int, finished: Finished) -> None:
+        """index: which prompt."""
+        cached = max(finished.cached_tokens, self._prompt.get(index, (0, 0))[1])
+        self._prompt[index] = (finished.prompt_tokens, cached)
         self.num_completion += finished.num_output
         self._accepted += finished.accepted_predictions
         self._rejected += finished.rejected_predictions
@@ -44,10 +44,10 @@ class UsageSum:
 
 
 def usage_of(finished: Iterable[tuple[int, Finished]]) -> UsageSum:
-    """The sum over (prompt's place, finished output)."""
+    """The sum over (prompt's index, finished output)."""
     total = UsageSum()
-    for place, one in finished:
-        total.add(place, one)
+    for index, one in finished:
+        total.add(index, one)
     return total
 
 

@@ -172,17 +172,17 @@ def read_object(data: Bytes, kind: type[_B], where: str = "") -> _B:
     values: dict[str, object] = {}
     ignored: list[str] = []
     for name, raw in read_fields(data, where).items():
-        place = f"{where}.{name}" if where else name
+        path = f"{where}.{name}" if where else name
         if name not in decoders:
             if judge(name, raw, decoders, where):
-                ignored.append(place)
+                ignored.append(path)
         elif not is_null(raw) or name in required:
             decoder = decoders[name]
-            values[name] = raw if decoder is None else decode(decoder, raw, place)
+            values[name] = raw if decoder is None else decode(decoder, raw, path)
     for name in required:
         if name not in values:
-            place = f"{where}.{name}" if where else name
-            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{place} is missing: set it", {"field": place})
+            path = f"{where}.{name}" if where else name
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{path} is missing: set it", {"field": path})
     return kind(**values, ignored=tuple(ignored)).settled()  # type: ignore[arg-type]
 
 

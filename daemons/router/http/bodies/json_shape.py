@@ -75,9 +75,9 @@ def _escaped(
     """The bytes that a backslash escapes, and True if it escapes the next block's first byte."""
     num = len(block)
     is_plain = block != _BACKSLASH
-    # Per byte the place of the last byte before it that is no backslash: the run between has that many.
-    places = np.where(is_plain, np.arange(num), -1)
-    last_plain = np.maximum.accumulate(places)
+    # Per byte the index of the last byte before it that is no backslash: the run between has that many.
+    indexes = np.where(is_plain, np.arange(num), -1)
+    last_plain = np.maximum.accumulate(indexes)
     before = np.concatenate(([-1], last_plain[:-1]))
     runs = np.arange(num) - 1 - before
     # A run that reaches back to the block's start goes on from the block before it.

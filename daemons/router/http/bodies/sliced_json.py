@@ -66,8 +66,8 @@ async def _told(slices: Iterator[bytes]) -> AsyncIterator[bytes]:
 def _joined(values: Iterator[Iterator[bytes]], is_list: bool) -> Iterator[bytes]:
     if is_list:
         yield b"["
-    for place, value in enumerate(values):
-        if place:
+    for index, value in enumerate(values):
+        if index:
             yield b","
         yield from value
     if is_list:

@@ -10,7 +10,7 @@ _WRONG_TYPE = re.compile(r"Expected `([\w| ]+)`, got `(\w+)`")
 _BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (-?[\d.e+]+)")
 _LENGTH = re.compile(r"Expected `(str|array)` of length <= (\d+)")
 _PATTERN = re.compile(r"Expected `str` matching regex (.+?)(?: - at|$)")
-_PLACE = re.compile(r" - at `\$(.*)`$")
+_LOCATION = re.compile(r" - at `\$(.*)`$")
 _GOT = {"str": "a text", "bool": "true or false", "array": "a list", "object": "an object", "null": "null"}
 _GOT |= {"int": "a number", "float": "a number with a fraction"}
 _WANTED = {**_GOT, "int": "a whole number", "float": "a number"}
@@ -18,9 +18,9 @@ _WANTED = {**_GOT, "int": "a whole number", "float": "a number"}
 
 def in_words(where: str, error: str, kind: object) -> str:
     """where: the field. error: the decoder's message. kind: the type that it decodes."""
-    place = _PLACE.search(error)
+    location = _LOCATION.search(error)
     # `[0].name` is written 0.name, and `[...]`, any value of an object, is left out.
-    inner = re.sub(r"\[(\d+)\]", r".\1", place[1]).replace("[...]", "") if place else ""
+    inner = re.sub(r"\[(\d+)\]", r".\1", location[1]).replace("[...]", "") if location else ""
     name = f"{where}{inner}"
     if found := _WRONG_TYPE.search(error):
         wanted = [_WANTED.get(each, each) for each in found[1].split(" | ") if each != "null"]

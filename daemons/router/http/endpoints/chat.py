@@ -95,7 +95,7 @@ class ChatEvents(EventWriter):
         role = {"role": "assistant", "content": ""}
         return b"".join(event(self._chunk(index, role)) for index in range(self._num_outputs))
 
-    def write(self, place: int, update: Update) -> bytes:
+    def write(self, prompt_index: int, update: Update) -> bytes:
         events: list[bytes] = []
         for delta in update.deltas:
             logprobs = None
@@ -111,7 +111,7 @@ class ChatEvents(EventWriter):
                 events += (before, dump(delta.text), after)
         for finished in update.finished:
             raise_failure(finished)
-            self._usage.add(place, finished)
+            self._usage.add(prompt_index, finished)
             if self._parsers:
                 events += self._parsed(finished.index, self._parsers[finished.index].finish())
             events.append(event(self._chunk(finished.index, {}, finished=finished)))

@@ -54,7 +54,7 @@ def read_chat(messages: Bytes, tools: Bytes | None, template_args: Bytes | None)
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_CHAT, message, {"field": "messages"})
     unread: dict[str, None] = {}
     chat = tokenizer_pb2.ChatInput(
-        messages=[_message(raw, f"messages.{place}", unread) for place, raw in enumerate(entries)]
+        messages=[_message(raw, f"messages.{index}", unread) for index, raw in enumerate(entries)]
     )
     if tools is not None:
         chat.tools_json = _objects(tools, "tools")
@@ -117,7 +117,7 @@ def _calls(raw: Bytes, where: str) -> Bytes:
     calls = _maybe(_ENTRIES, raw)
     if calls is None:
         return raw
-    return b"[" + b",".join(_call(call, f"{where}.{place}") for place, call in enumerate(calls)) + b"]"
+    return b"[" + b",".join(_call(call, f"{where}.{index}") for index, call in enumerate(calls)) + b"]"
 
 
 def _call(raw: Bytes, where: str) -> bytes:

@@ -55,7 +55,9 @@ class CompletionEndpoint:
             if body.return_token_ids:
                 _add_ids(made, answer)
             choices += made
-        endings = ((place, output.ending) for place, answer in enumerate(answers) for output in answer.outputs)
+        endings = (
+            (prompt_index, output.ending) for prompt_index, answer in enumerate(answers) for output in answer.outputs
+        )
         whole = {
             **_head(request_id, answers[0].resolved.model),
             "choices": choices,
@@ -100,15 +102,15 @@ class CompletionEvents(EventWriter):
 
     def begin(self) -> bytes:
         texts = [
-            (place * self._num_outputs + i, echo)
-            for place, echo in enumerate(self._echoes)
+            (prompt_index * self._num_outputs + i, echo)
+            for prompt_index, echo in enumerate(self._echoes)
             for i in range(self._num_outputs)
         ]
         return b"".join(event(self._chunk(index, text)) for index, text in texts)
 
-    def write(self, place: int, update: Update) -> bytes:
+    def write(self, prompt_index: int, update: Update) -> bytes:
         events: list[bytes] = []
-        first = place * self._num_outputs
+        first = prompt_index * self._num_outputs
         if self._has_ids and update.resolved is not None:
             prompt_ids = _prompt_ids(update.resolved)
             self._prompt_ids |= {first + index: prompt_ids for index in range(self._num_outputs)}
@@ -125,7 +127,7 @@ class CompletionEvents(EventWriter):
                 events += (before, dump(delta.text), after)
         for finished in update.finished:
             raise_failure(finished)
-            self._usage.add(place, finished)
+            self._usage.add(prompt_index, finished)
             events.append(event(self._chunk(first + finished.index, "", finished=finished)))
         return b"".join(events)
 
@@ -159,8 +161,10 @@ def _head(request_id: str, model: str) -> dict[str, object]:
     return {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": model}
 
 
-def _choice(index: int, answer: CollectedRequest, place: int, echo: str, table: TokenTable | None) -> dict[str, object]:
-    output = answer.outputs[place]
+def _choice(
+    index: int, answer: CollectedRequest, output_index: int, echo: str, table: TokenTable | None
+) -> dict[str, object]:
+    output = answer.outputs[output_index]
     return {
         "index": index,
         "text": echo + output.text,

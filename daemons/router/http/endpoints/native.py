@@ -61,7 +61,7 @@ class NativeEvents(EventWriter):
         self._body = body
         self._answers = [CollectedRequest() for _ in requests]
         counts = [max(1, request.n) for request in requests]
-        self._first = [sum(counts[:place]) for place in range(len(counts))]
+        self._first = [sum(counts[:index]) for index in range(len(counts))]
         self._has_index = body.is_batch or sum(counts) > 1
         self._started = time.monotonic()
         self._table: TokenTable | None = None
@@ -72,15 +72,15 @@ class NativeEvents(EventWriter):
     def begin(self) -> bytes:
         return b""
 
-    def write(self, place: int, update: Update) -> bytes:
-        answer = self._answers[place]
+    def write(self, prompt_index: int, update: Update) -> bytes:
+        answer = self._answers[prompt_index]
         answer.add(update)
         changed = {delta.index for delta in update.deltas} | {finished.index for finished in update.finished}
         events: list[bytes] = []
         for i in sorted(changed):
             entry = _entry(self._body, answer, answer.outputs[i], self._table, self._started)
             if self._has_index:
-                entry["index"] = self._first[place] + i
+                entry["index"] = self._first[prompt_index] + i
             events.append(event(entry))
             if self._body.incremental:
                 _forget(answer.outputs[i])
@@ -144,7 +144,7 @@ def _values(ids: Sequence[int], values: Sequence[float | None], table: TokenTabl
 
 
 def _tops(num: int, run: LogprobRun, table: TokenTable | None) -> list[list[list[object]]]:
-    return [[[value, token, _text(token, table)] for token, value in run.top(place)] for place in range(num)]
+    return [[[value, token, _text(token, table)] for token, value in run.top(index)] for index in range(num)]
 
 
 def _text(token: int, table: TokenTable | None) -> str | None:

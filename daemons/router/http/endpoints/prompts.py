@@ -124,9 +124,9 @@ def set_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
 
 
 def name_requests(requests: Sequence[router_pb2.GenerateRequest], request_id: str) -> None:
-    """Several requests get ids "<request_id>-<place>"."""
-    for place, request in enumerate(requests):
-        request.request_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
+    """Several requests get ids "<request_id>-<index>"."""
+    for index, request in enumerate(requests):
+        request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
 
 
 def context_of(contexts: Mapping[str, int], model: str | None) -> int:

@@ -41,8 +41,8 @@ def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None)
         entries = list_of(tools, "tools", MAX_TOOLS)
         is_guided = mode is not ToolMode.AUTO
         num_bytes = 0
-        for place, raw in enumerate(entries):
-            read.append(_tool(raw, f"tools.{place}", is_guided=is_guided))
+        for index, raw in enumerate(entries):
+            read.append(_tool(raw, f"tools.{index}", is_guided=is_guided))
             # One grammar has all of them; a schema spelt out for it may be larger than it was sent.
             num_bytes += len(read[-1].guided)
             check_size(num_bytes)

@@ -5,7 +5,7 @@ import { compact, el, percent, svg } from "./dom.js";
 const MAX_CELLS = 128;
 const GROUP_WORDS = { serving: "serving", connecting: "coming back", adopting: "reading its KV", standby: "standby" };
 
-export function showDaemons(place, mesh, isFlowing) {
+export function showDaemons(container, mesh, isFlowing) {
   const text = [
     card("Tokenizers", mesh.tokenizers.num_replicas ? "good" : "bad", "asked as needed", [["replicas", mesh.tokenizers.num_replicas]]),
     ...mesh.detokenizers.map((peer, i) => {
@@ -23,13 +23,13 @@ export function showDaemons(place, mesh, isFlowing) {
   const workers = mesh.schedulers.map((peer, i) => workerCard(peer, i, mesh.schedulers.length));
   const columns = [text, [router], schedulers, workers].map((cards) => el("div", "column", ...cards));
   const lines = svg("svg", { class: "lines", "aria-hidden": "true" });
-  place.replaceChildren(lines, ...columns);
+  container.replaceChildren(lines, ...columns);
   const links = [
     ...text.map((each) => [each, router]),
     ...schedulers.map((each) => [router, each]),
     ...schedulers.map((each, i) => [each, workers[i]]),
   ];
-  drawLines(place, lines, links, isFlowing);
+  drawLines(container, lines, links, isFlowing);
 }
 
 function card(name, kind, state, facts, extra = null) {
@@ -68,8 +68,8 @@ function slotCells(peer) {
   return cells;
 }
 
-function drawLines(place, lines, links, isFlowing) {
-  const origin = place.getBoundingClientRect();
+function drawLines(container, lines, links, isFlowing) {
+  const origin = container.getBoundingClientRect();
   lines.setAttribute("viewBox", `0 0 ${origin.width} ${origin.height}`);
   for (const [from, to] of links) {
     const [a, b] = [from.getBoundingClientRect(), to.getBoundingClientRect()];

@@ -8,18 +8,18 @@ const [ROW, GAP, MIN_WIDTH] = [17, 2, 6];
 const MAX_ROWS = 90;
 const seen = new Map();
 
-export function showTrees(place, note, mesh) {
+export function showTrees(container, note, mesh) {
   note.textContent = mesh.trees.map((tree) => `${compact(tree.num_tokens)} tokens in ${compact(tree.num_nodes)} runs`).join(" · ");
   if (!mesh.trees.length) {
-    place.replaceChildren(el("p", "note", reason(mesh)));
+    container.replaceChildren(el("p", "note", reason(mesh)));
     return;
   }
   const pictures = mesh.trees.map((tree) => {
     const title = mesh.trees.length > 1 ? el("h3", "", `Scheduler ${tree.scheduler + 1}`) : null;
     if (!tree.nodes.length) return el("figure", "tree", title, el("p", "note", "Nothing is cached."));
-    return el("figure", "tree", title, draw(tree, place.clientWidth || 700));
+    return el("figure", "tree", title, draw(tree, container.clientWidth || 700));
   });
-  place.replaceChildren(...pictures);
+  container.replaceChildren(...pictures);
 }
 
 function reason(mesh) {

@@ -91,7 +91,7 @@ class MessageEvents(EventWriter):
         message = {**_head(self._request_id, self._model), "content": [], **_ending("", None), "usage": usage}
         return _event("message_start", message=message) + _event("ping")
 
-    def write(self, place: int, update: Update) -> bytes:
+    def write(self, prompt_index: int, update: Update) -> bytes:
         assert self._reader is not None
         parts, finished = self._reader.read(update)
         events = b"".join(map(self._part, parts))

@@ -62,7 +62,7 @@ class CountTokensRequest(Body):
         reader = FieldReader()
         with named_as_sent(_NAMES):
             chat = self._chat(reader).settled()
-        # Their own places are told, not those of the chat that they became.
+        # Errors name their own fields, not those of the chat that they became.
         return replace(self, chat=chat, packed_use=chat.packed_use, ignored=(*self.ignored, *reader.ignored))
 
     @classmethod
@@ -79,8 +79,8 @@ class CountTokensRequest(Body):
         if self.system is not None:
             text = reader.texts(reader.json(self.system, "system"), "system", _SYSTEM)
             messages.append({"role": "system", "content": text})
-        for place, value in enumerate(reader.entries(reader.json(self.messages, "messages"), "messages")):
-            messages += _messages_of(reader, value, f"messages.{place}")
+        for index, value in enumerate(reader.entries(reader.json(self.messages, "messages"), "messages")):
+            messages += _messages_of(reader, value, f"messages.{index}")
         config = (
             {} if self.output_config is None else _config_of(reader, reader.json(self.output_config, "output_config"))
         )
@@ -138,8 +138,8 @@ def _messages_of(reader: FieldReader, value: object, where: str) -> list[JsonObj
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     made = _Message(role)
-    for place, block in enumerate(reader.entries(content, f"{where}.content")):
-        made.add(reader, block, f"{where}.content.{place}")
+    for index, block in enumerate(reader.entries(content, f"{where}.content")):
+        made.add(reader, block, f"{where}.content.{index}")
     return made.messages()
 
 
@@ -186,8 +186,8 @@ class _Message:
 
 def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
     tools = []
-    for place, entry in enumerate(reader.entries(value, "tools")):
-        where = f"tools.{place}"
+    for index, entry in enumerate(reader.entries(value, "tools")):
+        where = f"tools.{index}"
         if isinstance(entry, dict) and entry.get("type") not in (None, "custom"):
             raise unsupported(
                 f"{where}.type", f"{where} is a tool that a server runs: send your own, with input_schema"

@@ -17,7 +17,7 @@ JsonObject = Mapping[str, object]
 
 
 class TextParts(NamedTuple):
-    """Parts that are texts: their types, their known fields, and their place without numbers."""
+    """Parts that are texts: their types, their known fields, and their path without numbers."""
 
     kinds: tuple[str, ...]
     fields: tuple[str, ...]
@@ -43,7 +43,7 @@ class FieldReader:
         return None if raw is None else packed(make(self, self.json(raw, where)))
 
     def fields(self, value: object, where: str, known: Collection[str], shape: str = "") -> JsonObject:
-        """An object of these fields. shape: `where` without places, for names of ignored fields.
+        """An object of these fields. shape: `where` without indexes, for names of ignored fields.
 
         Raises INVALID_ARGUMENT for what is none, UNSUPPORTED for a field whose absence would change the answer.
         """
@@ -76,8 +76,8 @@ class FieldReader:
 
     def required(self, fields: JsonObject, name: str, where: str) -> object:
         if fields.get(name) is None:
-            place = f"{where}.{name}"
-            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{place} is missing: set it", {"field": place})
+            path = f"{where}.{name}"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{path} is missing: set it", {"field": path})
         return fields[name]
 
     def required_text(self, fields: JsonObject, name: str, where: str) -> str:
@@ -88,7 +88,7 @@ class FieldReader:
         if isinstance(value, str):
             return value
         parts = self.entries(value, where)
-        return "".join(self.part_text(part, f"{where}.{place}", form) for place, part in enumerate(parts))
+        return "".join(self.part_text(part, f"{where}.{index}", form) for index, part in enumerate(parts))
 
     def part_text(self, part: object, where: str, form: TextParts) -> str:
         """Raises UNSUPPORTED for a part of another kind than text."""

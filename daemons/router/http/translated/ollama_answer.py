@@ -127,7 +127,7 @@ class OllamaLines(EventWriter):
     def begin(self) -> bytes:
         return b""
 
-    def write(self, place: int, update: Update) -> bytes:
+    def write(self, prompt_index: int, update: Update) -> bytes:
         assert self._reader is not None
         if update.deltas and self._form.first_token is None:
             self._form.first_token = time.monotonic()

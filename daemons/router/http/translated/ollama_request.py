@@ -131,7 +131,7 @@ class OllamaChatRequest(OllamaRequest):
                 return replace(self, ignored=(*self.ignored, *ignored))
             reader = FieldReader()
             entries = reader.entries(reader.json(self.messages, "messages"), "messages")
-            messages = [_message_of(reader, entry, f"messages.{place}") for place, entry in enumerate(entries)]
+            messages = [_message_of(reader, entry, f"messages.{index}") for index, entry in enumerate(entries)]
             whole = {**fields, **self.thinking(), "messages": packed(messages), "tools": self.tools}
             chat = ChatRequest(**whole).settled()  # type: ignore[arg-type]
         ignored = (*self.ignored, *ignored, *reader.ignored)
@@ -217,7 +217,7 @@ def _message_of(reader: FieldReader, value: object, where: str) -> JsonObject:
         made["tool_call_id"] = reader.text(fields["tool_call_id"], f"{where}.tool_call_id")
     if fields.get("tool_calls"):
         made["tool_calls"] = [
-            {"type": "function", **reader.fields(call, f"{where}.tool_calls.{place}", _CALL_FIELDS)}
-            for place, call in enumerate(reader.entries(fields["tool_calls"], f"{where}.tool_calls"))
+            {"type": "function", **reader.fields(call, f"{where}.tool_calls.{index}", _CALL_FIELDS)}
+            for index, call in enumerate(reader.entries(fields["tool_calls"], f"{where}.tool_calls"))
         ]
     return made

@@ -145,7 +145,7 @@ class ResponseEvents(EventWriter):
         items = self._form.items
         return items.event("response.created", response=begun) + items.event("response.in_progress", response=begun)
 
-    def write(self, place: int, update: Update) -> bytes:
+    def write(self, prompt_index: int, update: Update) -> bytes:
         assert self._reader is not None
         items = self._form.items
         parts, finished = self._reader.read(update)

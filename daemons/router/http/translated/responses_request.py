@@ -145,8 +145,8 @@ class ResponsesRequest(Body):
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
         made: list[dict[str, object]] = []
-        for place, item in enumerate(reader.entries(value, "input")):
-            _add_item(reader, made, item, f"input.{place}")
+        for index, item in enumerate(reader.entries(value, "input")):
+            _add_item(reader, made, item, f"input.{index}")
         return list(made)
 
     def _format(self, reader: FieldReader) -> tuple[str, JsonObject | None]:
@@ -232,8 +232,8 @@ def _is_open(message: JsonObject) -> bool:
 
 def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
     tools = []
-    for place, entry in enumerate(reader.entries(value, "tools")):
-        where = f"tools.{place}"
+    for index, entry in enumerate(reader.entries(value, "tools")):
+        where = f"tools.{index}"
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "function":
             raise unsupported(f"{where}.type", f"{where} is of type {str(kind)[:32]!r}: send functions of your own")

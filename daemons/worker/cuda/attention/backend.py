@@ -9,6 +9,7 @@ Legend: T rows, B decode rows (padding included), C chunks, H heads, K kv heads,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,9 @@ class HostStep:
     """A step's lengths on the host, int32. `num_rows`: decode rows with padding, as the device step has them.
 
     decode_slots, decode_kv_lens [decode rows without padding]; chunk_slots, chunk_lens, chunk_kv_lens [chunks], the
-    chunk's own tokens counted. page_tables [slots, pages] of all slots; admissions counts the requests that took a slot
-    so far: while it and the slots are the same, so are the pages that rows share.
+    chunk's own tokens counted; chunk_pages: of each chunk's sequence, none of the dummy slot's. page_tables [slots,
+    pages] of all slots; admissions counts the requests that took a slot so far: while it and the slots are the same, so
+    are the pages that rows share.
     """
 
     num_rows: int
@@ -33,6 +35,7 @@ class HostStep:
     chunk_slots: IntArray
     chunk_lens: IntArray
     chunk_kv_lens: IntArray
+    chunk_pages: Sequence[IntArray] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,13 @@ class DeviceStep:
 
 
 class StepAttention(ABC):
-    """Attention of one step, for any of its layers."""
+    """Attention of one step, for any of its layers.
+
+    first_projected: rows from this one on are attended to by `attend_projected`, those before it by `attend` alone.
+    None: `attend` takes all rows.
+    """
+
+    first_projected: int | None = None
 
     @abstractmethod
     def attend(
@@ -87,6 +96,18 @@ class StepAttention(ABC):
         its softmax and has no value. attention_chunk: sequences are cut at multiples of it, and a token sees those of
         its own chunk alone; not with a window. Rows of padding hold finite numbers.
         """
+
+    def attend_projected(
+        self,
+        query_THn: torch.Tensor,
+        query_rope_THr: torch.Tensor,
+        latents_S1C: torch.Tensor,
+        w_expand_HER: torch.Tensor,
+        out_THv: torch.Tensor,
+    ) -> None:
+        """Attention over latents by queries that are not absorbed, into the rows of `out` from `first_projected` on.
+        All rows' queries; w_expand_HER: expansions of keys, then of values."""
+        raise AssertionError("no rows are projected here")
 
 
 class DeviceAttention(ABC):

@@ -16,6 +16,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.attention.pool_attention import PoolAttention
 from radixmesh.daemons.worker.kv_pool import latents_in_fp8
 from radixmesh.daemons.worker.models.kv_layout import KvLayout
+from radixmesh.kernels.attention.mla_prompt import projection_bytes
 from radixmesh.kernels.kv_fp8 import KV_FP8
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class AttentionChoice:
     ) -> int:
         """Bytes of GPU memory that it takes beside the pool, if that is much. shape, windows: the model's."""
         if self.name != "flashinfer":
-            return 0
+            is_projecting = self.name == "triton" and self.latent_rank is not None
+            return projection_bytes(shape.head_dim, self.dtype) if is_projecting else 0
         return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self, device)
 
     def creator(
@@ -126,7 +128,9 @@ class AttentionChoice:
         sizes = (shape, settings.page_size, self.kv_dtype, page_tables.device)
         rank = self.latent_rank
         return TritonAttention(
-            KeyValueKernels(*sizes) if rank is None else LatentKernels(*sizes, rank=rank),
+            KeyValueKernels(*sizes)
+            if rank is None
+            else LatentKernels(*sizes, rank=rank, can_project=self.kv_dtype == self.dtype),
             windows=windows,
             # In deterministic mode the rows of chunks come as decodes too.
             max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep, HostStep
 from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_decode
 from radixmesh.kernels.attention.extend_attention import paged_extend
 from radixmesh.kernels.attention.mla_decode import (
@@ -24,7 +24,17 @@ from radixmesh.kernels.attention.mla_decode import (
     mla_shared_workspace,
 )
 from radixmesh.kernels.attention.mla_extend import mla_extend
+from radixmesh.kernels.attention.mla_prompt import (
+    MAX_TOKENS,
+    ChunkTokens,
+    chunk_tokens,
+    is_projection_faster,
+    mla_prompt,
+)
 from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode
+
+# Fewer rows of chunks are launched as a graph, which knows no lengths.
+_LEAST_PROJECTED = 1025
 
 
 class PagedInputs(NamedTuple):
@@ -36,6 +46,15 @@ class PagedInputs(NamedTuple):
     window: int | None
     sinks: torch.Tensor | None = None
     attention_chunk: int | None = None
+
+
+class ProjectedInputs(NamedTuple):
+    """A layer's latents and queries that are not absorbed, as of `attend_projected`."""
+
+    query_THn: torch.Tensor
+    query_rope_THr: torch.Tensor
+    latents_S1C: torch.Tensor
+    w_expand_HER: torch.Tensor
 
 
 class PagedKernels(ABC):
@@ -77,6 +96,16 @@ class PagedKernels(ABC):
     @abstractmethod
     def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
         """Queries and `out` of all rows."""
+
+    def projected(self, step: HostStep) -> ChunkTokens | None:
+        """The tokens of the step's chunks, on the host, if keys and values are to be made of their latents first."""
+        return None
+
+    def extend_projected(
+        self, inputs: ProjectedInputs, step: DeviceStep, tokens: ChunkTokens, out_THv: torch.Tensor
+    ) -> None:
+        """Of steps for which `projected` gave tokens, which are on the device by now."""
+        raise AssertionError("no latents are cached")
 
 
 class KeyValueKernels(PagedKernels):
@@ -175,13 +204,24 @@ class KeyValueKernels(PagedKernels):
 
 
 class LatentKernels(PagedKernels):
-    """Multi-head latent attention, absorbed: values are the first numbers of the keys, in one plane without windows."""
+    """Multi-head latent attention, absorbed: values are the first numbers of the keys, in one plane without windows.
+
+    can_project: queries are of the pool's dtype, so that long chunks may be computed in the up-projected form.
+    """
 
     def __init__(
-        self, shape: AttentionShape, page_size: int, dtype: torch.dtype, device: torch.device, *, rank: int
+        self,
+        shape: AttentionShape,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rank: int,
+        can_project: bool = True,
     ) -> None:
         super().__init__(shape, page_size, dtype, device)
         self._rank = rank
+        self._can_project = can_project
 
     def workspace(
         self,
@@ -253,4 +293,31 @@ class LatentKernels(PagedKernels):
             self.page_size,
             self.shape.scale,
             out,
+        )
+
+    def projected(self, step: HostStep) -> ChunkTokens | None:
+        lens, kv_lens = step.chunk_lens, step.chunk_kv_lens
+        num_rows = int(lens.sum())
+        if not self._can_project or num_rows < _LEAST_PROJECTED:
+            return None
+        # However much of them chunks share, there are no fewer tokens.
+        if not is_projection_faster(lens, kv_lens, max(num_rows, int(kv_lens.max()))):
+            return None
+        tokens = chunk_tokens(step.chunk_pages, kv_lens, self.page_size)
+        num_tokens = len(tokens.index_U)
+        return tokens if num_tokens <= MAX_TOKENS and is_projection_faster(lens, kv_lens, num_tokens) else None
+
+    def extend_projected(
+        self, inputs: ProjectedInputs, step: DeviceStep, tokens: ChunkTokens, out_THv: torch.Tensor
+    ) -> None:
+        mla_prompt(
+            inputs.query_THn,
+            inputs.query_rope_THr,
+            inputs.latents_S1C.squeeze(1),
+            tokens,
+            inputs.w_expand_HER,
+            step.chunk_row_starts,
+            step.chunk_kv_lens,
+            self.shape.scale,
+            out_THv,
         )

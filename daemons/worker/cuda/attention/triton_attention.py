@@ -10,9 +10,10 @@ from functools import partial
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
-from radixmesh.daemons.worker.cuda.attention.paged_kernels import PagedInputs, PagedKernels
+from radixmesh.daemons.worker.cuda.attention.paged_kernels import PagedInputs, PagedKernels, ProjectedInputs
 from radixmesh.daemons.worker.cuda.attention.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
 from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, plan_decode
+from radixmesh.kernels.attention.mla_prompt import ChunkTokens
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 
 SHARED = "shared"
@@ -55,6 +56,7 @@ class TritonAttention(DeviceAttention):
         can_share = not (is_deterministic or attention_chunks or has_sinks) and set(windows) == {None}
         self.shared = kernels.shared_workspace(max_rows) if can_share else None
         self._watch = PrefixWatch(kernels.page_size)
+        self._projected: ChunkTokens | None = None
 
     def reserve(self, num_rows: int) -> None:
         if num_rows > self._max_rows:
@@ -66,6 +68,7 @@ class TritonAttention(DeviceAttention):
         return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
 
     def plan(self, step: HostStep) -> str:
+        self._projected = None if self.is_batch_invariant else self.kernels.projected(step)
         if self.shared is None:
             return ""
         groups, is_new = self._watch.look(step)
@@ -75,6 +78,8 @@ class TritonAttention(DeviceAttention):
 
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         is_all_decodes = not step.num_chunks
+        # Of the step that was planned last: one that is captured was planned without chunks.
+        projected, self._projected = self._projected, None
         if self.is_batch_invariant and step.num_chunks:
             step = _as_decodes(step)
         # Beside chunks, what comes after the decode rows is not theirs to write.
@@ -86,14 +91,21 @@ class TritonAttention(DeviceAttention):
             # Beside the kernel that writes the lengths the plan would be made too early.
             use_pdl = self.use_pdl and is_all_decodes and step.is_from_host
             plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
-        return _TritonStep(self, step, is_shared=variant == SHARED)
+        tokens = None if projected is None else projected.to(step.page_tables.device)
+        return _TritonStep(self, step, tokens, is_shared=variant == SHARED)
 
 
 class _TritonStep(StepAttention):
-    def __init__(self, attention: TritonAttention, step: DeviceStep, *, is_shared: bool) -> None:
+    """tokens: of chunks that are computed in the up-projected form, on the device."""
+
+    def __init__(
+        self, attention: TritonAttention, step: DeviceStep, tokens: ChunkTokens | None, *, is_shared: bool
+    ) -> None:
         self._attention = attention
         self._step = step
+        self._tokens = tokens
         self._is_shared = is_shared
+        self.first_projected = None if tokens is None else step.num_decodes
 
     def attend(
         self,
@@ -117,9 +129,21 @@ class _TritonStep(StepAttention):
                 kernels.shared_decode(of_decodes, step, attention.shared, out, use_pdl=use_pdl)
             else:
                 kernels.decode(of_decodes, step, attention.workspace, out, use_pdl=use_pdl)
-        if step.num_chunks:
+        if step.num_chunks and self._tokens is None:
             kernels.extend(inputs, step, out_THv)
         return out_THv
+
+    def attend_projected(
+        self,
+        query_THn: torch.Tensor,
+        query_rope_THr: torch.Tensor,
+        latents_S1C: torch.Tensor,
+        w_expand_HER: torch.Tensor,
+        out_THv: torch.Tensor,
+    ) -> None:
+        assert self._tokens is not None
+        inputs = ProjectedInputs(query_THn, query_rope_THr, latents_S1C, w_expand_HER)
+        self._attention.kernels.extend_projected(inputs, self._step, self._tokens, out_THv)
 
 
 def _as_decodes(step: DeviceStep) -> DeviceStep:

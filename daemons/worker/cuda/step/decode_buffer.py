@@ -78,16 +78,21 @@ class DecodeBuffer:
         """The staging slot that was filled last is in use until the event `done`."""
         self._staging.fence(done)
 
-    def stage(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, ring_index: int) -> None:
+    def stage(
+        self, rows: DecodeRows, num_rows: int, tokens: IntArray | None, entries: IntArray, ring_index: int
+    ) -> None:
         """Fills the next staging slot with a step's inputs; waits for the device where all of them are in use.
 
-        num_rows: with rows of padding, which belong to the dummy slot. tokens int32 [rows]: a new last token, or -1.
+        num_rows: with rows of padding, which belong to the dummy slot. tokens int32 [rows]: a new last token, or -1;
+        None: no row has one.
         entries, ring_index: as of `StagingBuffer.stage`.
         """
         count = len(rows.slots)
         slots, positions, kv_lens, new_tokens = self._staging.stage(num_rows, entries, ring_index)
-        slots[:count], slots[count:] = rows.slots, self._dummy_slot
-        positions[:count], positions[count:] = rows.positions, 0
+        slots[:count], positions[:count] = rows.slots, rows.positions
         np.add(rows.positions, 1, out=kv_lens[:count], casting="same_kind")
-        kv_lens[count:] = 0
-        new_tokens[:count], new_tokens[count:] = tokens, -1
+        if count < len(slots):
+            slots[count:], positions[count:], kv_lens[count:] = self._dummy_slot, 0, 0
+        new_tokens[:] = -1
+        if tokens is not None:
+            new_tokens[:count] = tokens

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
@@ -16,11 +18,23 @@ from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import Fetched, TokenRing
+from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
+
+_NO_ENTRIES = np.empty((0, 2), np.int32)
+
+
+class _Layout(NamedTuple):
+    """Of a step: its rows with padding, its variant of attention, whether a graph was captured for it, and whether the
+    highest logits are all that its rows ask for."""
+
+    num_rows: int
+    variant: str
+    is_captured: bool
+    is_greedy: bool
 
 
 class DecodeSteps:
@@ -50,6 +64,7 @@ class DecodeSteps:
         self._use_pdl = use_pdl
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
         self.graphs = DecodeGraphs(device, graph_rows)
+        self._before: _Layout | None = None
 
     def capture(self, sampler: SlotSampler) -> None:
         """Compiles and captures all sizes, largest first: smaller graphs reuse its memory."""
@@ -70,28 +85,38 @@ class DecodeSteps:
         self, rows: DecodeRows, sampler: SlotSampler, clock: DeviceClock, num_admissions: int
     ) -> tuple[TimedEvent, TimedEvent, StepHandle[Fetched]]:
         """A step of at least one row: its start, its end and its tokens. num_admissions: so far, see host_step()."""
-        num_rows = len(rows.slots)
-        bucket = self.graphs.bucket(num_rows)
-        step = host_step(rows, (), bucket or num_rows, num_admissions)
-        variant = self._attention.plan(step)
-        self._stage(rows, step.num_rows)
+        num_rows, before = len(rows.slots), self._before
+        # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
+        if not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
+            bucket = self.graphs.bucket(num_rows)
+            step = host_step(rows, (), bucket or num_rows, num_admissions)
+            variant, is_greedy = self._attention.plan(step), sampler.is_done_greedily(rows.slots)
+            self._before = before = _Layout(step.num_rows, variant, bucket is not None, is_greedy)
+        num_padded, variant = before.num_rows, before.variant
+        self._stage(rows, num_padded)
         start = clock.begin(self._device)
-        if bucket is None:
-            logits_TV = self._compute(sampler, step.num_rows, variant)
+        if before.is_captured:
+            logits_TV = self.graphs.replay(num_padded, variant)
         else:
-            logits_TV = self.graphs.replay(step.num_rows, variant)
-        views = self._buffer.views(step.num_rows)
-        target = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
-        logprobs = self._tokens.logprobs
-        asking = sampler.tokens_of(
-            logits_TV, views.slots, views.kv_lens, rows.slots, target, logprobs, has_highest=True
-        )
+            logits_TV = self._compute(sampler, num_padded, variant)
+        asking = NOBODY if before.is_greedy else self._sample(sampler, logits_TV, rows, num_padded)
         end = clock.end(self._device)
         self._buffer.fence(end)
         return start, end, self._tokens.fetch(num_rows, end, asking)
 
+    def _sample(self, sampler: SlotSampler, logits_TV: torch.Tensor, rows: DecodeRows, num_padded: int) -> Asking:
+        """Samples anew the rows that ask for more than the highest logit; returns those that ask for logprobs."""
+        views = self._buffer.views(num_padded)
+        target = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
+        return sampler.tokens_of(
+            logits_TV, views.slots, views.kv_lens, rows.slots, target, self._tokens.logprobs, has_highest=True
+        )
+
     def _stage(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages a step's inputs; `num_rows` with padding."""
+        if rows.is_repeat and not self._slots.has_new_tokens:
+            self._buffer.stage(rows, num_rows, None, _NO_ENTRIES, self._tokens.take())
+            return
         entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
         if len(entries) > self._buffer.max_entries:
             self._slots.send_entries(entries)

@@ -58,6 +58,7 @@ class SlotMasks(MaskMemory):
         )
         self._taken_T = torch.zeros(max_rows, dtype=torch.int32, device=where)
         self._is_guided: npt.NDArray[np.bool_] = np.zeros(num_slots + 1, np.bool_)
+        self._has_guided = False
         self._admitting: dict[int, int] = {}
         self._unsent: dict[int, tuple[int, int, int]] = {}
 
@@ -78,6 +79,7 @@ class SlotMasks(MaskMemory):
         if row == NO_MASK and not self._is_guided[admit.slot]:
             return
         self._is_guided[admit.slot] = row != NO_MASK
+        self._has_guided = bool(self._is_guided.any())
         ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
         length = len(admit.prompt_ids) + len(admit.output_ids) if row != NO_MASK else NO_LENGTH
         self._unsent[admit.slot] = row, length, int(ids[-1])
@@ -96,7 +98,7 @@ class SlotMasks(MaskMemory):
 
     def is_guided(self, slots: IntArray) -> bool:
         """One of the slots follows a grammar."""
-        return bool(self._is_guided[slots].any())
+        return self._has_guided and bool(self._is_guided[slots].any())
 
     def clamp(
         self, slots: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, ids: torch.Tensor | None = None

@@ -99,6 +99,11 @@ class SlotSampler:
         self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
         return asking
 
+    def is_done_greedily(self, host_slots: IntArray) -> bool:
+        """`sample_greedily` is all that these slots ask for: no noise, no logprobs, no masks."""
+        is_guided = self._masks is not None and self._masks.is_guided(host_slots)
+        return not is_guided and not self._need_bits(host_slots)
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
         compile_sampling(self._params, self._vocab_size, dtype)

@@ -58,6 +58,11 @@ class SlotState:
             self._num_sent[slots] = counts
         return entries
 
+    @property
+    def has_new_tokens(self) -> bool:
+        """Some slot has a last token, or a length, that the device does not have yet."""
+        return bool(self._new_tokens)
+
     def row_tokens(self, slots: IntArray) -> IntArray:
         """The new last tokens of `slots`, each once, or -1: int32. They count as sent, and those of others are sent."""
         return self.row_states(slots)[0]

@@ -29,9 +29,11 @@ from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 
 class DecoderModel(Model):
+    shows_hidden = True
+
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, placement: Placement) -> None:
         row_shape = (config.num_kv_heads, config.head_dim)
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_total_len = config.max_total_len
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         keys = KvPlane(name="keys", row_shape=row_shape, form=_form_of_keys(ropes))
@@ -67,7 +69,12 @@ class DecoderModel(Model):
             chunk = None if self.config.chunks is None else self.config.chunks[index]
             o_THd = attend_cached(batch, index, q_THd, k_TKd, v_TKd, window=window, sinks_H=sinks_H, chunk=chunk)
             x_TD = block.finish(x_TD, o_THd, batch)
+            if batch.hidden is not None:
+                batch.hidden.note(index, x_TD)
         return x_TD
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._vocabulary.embed(ids_T, self.weights.embedding_VD)
 
     def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         assert not self.config.is_scoring, "a model that scores has no logits of tokens"

@@ -25,8 +25,10 @@ PLANE = "latents"
 
 
 class DeepseekModel(Model):
+    shows_hidden = True
+
     def __init__(self, config: DeepseekConfig, weights: DeepseekWeights, placement: Placement) -> None:
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_total_len = config.max_total_len
         self.kv_layout = KvLayout(
             num_layers=config.num_layers, planes=(KvPlane(name=PLANE, row_shape=(1, config.latent_dim)),)
@@ -50,7 +52,12 @@ class DeepseekModel(Model):
             latents_S1C.index_copy_(0, batch.kv_slots_N, kv_T1C[: batch.num_rows])
             o_THC = batch.attention.attend(q_THC, latents_S1C, latents_S1C)
             x_TD = block.finish(x_TD, o_THC, batch)
+            if batch.hidden is not None:
+                batch.hidden.note(index, x_TD)
         return x_TD
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._vocabulary.embed(ids_T, self.weights.embedding_VD)
 
     def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         (logits_TV,) = tiles.map(self._head, (hidden_TD,))

@@ -72,6 +72,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_HANDED_OVER: _ClassVar[FinishReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_MALFORMED_MESSAGE: ErrorReason
 ERROR_REASON_MISSING_FIELD: ErrorReason
@@ -129,6 +130,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_HANDED_OVER: FinishReason
 
 class Error(_message.Message):
     __slots__ = ("reason", "message", "metadata")

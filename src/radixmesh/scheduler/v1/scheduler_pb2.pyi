@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SchedulerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULER_ROLE_UNSPECIFIED: _ClassVar[SchedulerRole]
+    SCHEDULER_ROLE_PREFILL: _ClassVar[SchedulerRole]
+    SCHEDULER_ROLE_DECODE: _ClassVar[SchedulerRole]
+
 class AbortOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ABORT_OUTCOME_UNSPECIFIED: _ClassVar[AbortOutcome]
@@ -22,6 +28,9 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_ADOPTING: _ClassVar[GroupState]
     GROUP_STATE_SERVING: _ClassVar[GroupState]
     GROUP_STATE_STANDBY: _ClassVar[GroupState]
+SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole
+SCHEDULER_ROLE_PREFILL: SchedulerRole
+SCHEDULER_ROLE_DECODE: SchedulerRole
 ABORT_OUTCOME_UNSPECIFIED: AbortOutcome
 ABORT_OUTCOME_FOUND: AbortOutcome
 ABORT_OUTCOME_FINISHED: AbortOutcome
@@ -97,14 +106,20 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("transfer_id", "num_tokens", "lease_ms")
+    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    IS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    num_tokens: int
     lease_ms: int
-    def __init__(self, transfer_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    prompt_ids: bytes
+    model: str
+    cache_salt: str
+    is_cancelled: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ...) -> None: ...
 
 class ReservationResult(_message.Message):
     __slots__ = ("target", "transfer_id", "error")
@@ -117,12 +132,18 @@ class ReservationResult(_message.Message):
     def __init__(self, target: _Optional[_Union[TransferTarget, _Mapping]] = ..., transfer_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class TransferTarget(_message.Message):
-    __slots__ = ("transfer_id", "regions")
+    __slots__ = ("transfer_id", "regions", "addresses", "first_token", "num_tokens")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     regions: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    first_token: int
+    num_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ..., addresses: _Optional[_Iterable[str]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class FinishedByStop(_message.Message):
     __slots__ = ("handle", "num_output")
@@ -171,16 +192,18 @@ class ServeResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., reservation_results: _Optional[_Iterable[_Union[ReservationResult, _Mapping]]] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
-    __slots__ = ("hello", "adapters", "page_size", "num_pages")
+    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     adapters: _containers.RepeatedScalarFieldContainer[str]
     page_size: int
     num_pages: int
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+    role: SchedulerRole
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("handles", "attempts", "first_output_indexes", "counts", "ids", "logprobs", "weights_version")

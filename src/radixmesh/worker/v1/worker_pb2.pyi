@@ -48,6 +48,25 @@ class ProfileAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PROFILE_ACTION_START: _ClassVar[ProfileAction]
     PROFILE_ACTION_STOP: _ClassVar[ProfileAction]
 
+class TransferLastWord(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_LAST_WORD_UNSPECIFIED: _ClassVar[TransferLastWord]
+    TRANSFER_LAST_WORD_DONE: _ClassVar[TransferLastWord]
+    TRANSFER_LAST_WORD_ABORTED: _ClassVar[TransferLastWord]
+
+class TransferFailure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_FAILURE_UNSPECIFIED: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_LEASE_EXPIRED: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_WRITER_GONE: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_WRITER_ABORTED: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_BAD_WRITE: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_CHECKSUM: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_STAMP: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_EPOCH_ENDED: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_PAGES: _ClassVar[TransferFailure]
+    TRANSFER_FAILURE_ABORTED: _ClassVar[TransferFailure]
+
 class TransferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TRANSFER_STATE_UNSPECIFIED: _ClassVar[TransferState]
@@ -79,6 +98,19 @@ NO_TOKEN_REASON_SLOT_ERROR: NoTokenReason
 PROFILE_ACTION_UNSPECIFIED: ProfileAction
 PROFILE_ACTION_START: ProfileAction
 PROFILE_ACTION_STOP: ProfileAction
+TRANSFER_LAST_WORD_UNSPECIFIED: TransferLastWord
+TRANSFER_LAST_WORD_DONE: TransferLastWord
+TRANSFER_LAST_WORD_ABORTED: TransferLastWord
+TRANSFER_FAILURE_UNSPECIFIED: TransferFailure
+TRANSFER_FAILURE_LEASE_EXPIRED: TransferFailure
+TRANSFER_FAILURE_WRITER_GONE: TransferFailure
+TRANSFER_FAILURE_WRITER_ABORTED: TransferFailure
+TRANSFER_FAILURE_BAD_WRITE: TransferFailure
+TRANSFER_FAILURE_CHECKSUM: TransferFailure
+TRANSFER_FAILURE_STAMP: TransferFailure
+TRANSFER_FAILURE_EPOCH_ENDED: TransferFailure
+TRANSFER_FAILURE_PAGES: TransferFailure
+TRANSFER_FAILURE_ABORTED: TransferFailure
 TRANSFER_STATE_UNSPECIFIED: TransferState
 TRANSFER_STATE_PREPARED: TransferState
 TRANSFER_STATE_WRITING: TransferState
@@ -146,7 +178,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts", "transfer_kv")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +203,7 @@ class Capabilities(_message.Message):
     TAKES_ALIVE_FIELD_NUMBER: _ClassVar[int]
     TAKES_PLAN_BATCHES_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_KV_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -195,7 +228,8 @@ class Capabilities(_message.Message):
     takes_alive: bool
     takes_plan_batches: bool
     experts: SharedExperts
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ...) -> None: ...
+    transfer_kv: KvFormat
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ..., transfer_kv: _Optional[_Union[KvFormat, _Mapping]] = ...) -> None: ...
 
 class SharedExperts(_message.Message):
     __slots__ = ("num_layers", "num_experts", "places_per_rank", "expert_bytes", "placement")
@@ -734,26 +768,112 @@ class StageResponse(_message.Message):
     def __init__(self, weights_digest: _Optional[str] = ...) -> None: ...
 
 class PrepareTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "num_tokens", "lease_ms", "target_pages", "target_generations", "writer", "kv", "first_token")
+    __slots__ = ("transfer_id", "epoch", "num_tokens", "lease_ms", "writer", "kv", "first_token", "instance_id")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    TARGET_PAGES_FIELD_NUMBER: _ClassVar[int]
-    TARGET_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     num_tokens: int
     lease_ms: int
-    target_pages: bytes
-    target_generations: bytes
     writer: TransferPeer
     kv: KvFormat
     first_token: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_pages: _Optional[bytes] = ..., target_generations: _Optional[bytes] = ..., writer: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., writer: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class RenewTransfersRequest(_message.Message):
+    __slots__ = ("epoch", "instance_id", "transfer_ids", "lease_ms")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    instance_id: str
+    transfer_ids: _containers.RepeatedScalarFieldContainer[str]
+    lease_ms: int
+    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., transfer_ids: _Optional[_Iterable[str]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class RenewTransfersResponse(_message.Message):
+    __slots__ = ("num_renewed",)
+    NUM_RENEWED_FIELD_NUMBER: _ClassVar[int]
+    num_renewed: int
+    def __init__(self, num_renewed: _Optional[int] = ...) -> None: ...
+
+class TransferRegion(_message.Message):
+    __slots__ = ("transfer_id", "incarnation", "instance_id", "epoch", "first_token", "num_tokens", "num_bytes", "kv")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    incarnation: int
+    instance_id: str
+    epoch: int
+    first_token: int
+    num_tokens: int
+    num_bytes: int
+    kv: KvFormat
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ...) -> None: ...
+
+class WriteTransferRequest(_message.Message):
+    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORD_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    region: TransferRegion
+    writer: str
+    offset: int
+    data: bytes
+    last_word: TransferLastWord
+    checksum: int
+    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class WriteTransferResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CommitTransferRequest(_message.Message):
+    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_PAGE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    epoch: int
+    instance_id: str
+    after_step: int
+    pages: bytes
+    generations: bytes
+    previous_page: int
+    ids: bytes
+    cache_namespace: str
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ...) -> None: ...
+
+class CommitTransferResponse(_message.Message):
+    __slots__ = ("state", "failure")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    state: TransferState
+    failure: TransferFailure
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., failure: _Optional[_Union[TransferFailure, str]] = ...) -> None: ...
 
 class TransferPeer(_message.Message):
     __slots__ = ("instance_id", "group_generation", "layout")
@@ -776,13 +896,15 @@ class KvFormat(_message.Message):
     def __init__(self, weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ...) -> None: ...
 
 class PrepareTransferResponse(_message.Message):
-    __slots__ = ("segments",)
+    __slots__ = ("segments", "region")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[NixlRegion]
-    def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ...) -> None: ...
+    region: TransferRegion
+    def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ...) -> None: ...
 
 class StartTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last")
+    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last", "instance_id", "region", "address")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -793,6 +915,9 @@ class StartTransferRequest(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     source_pages: bytes
@@ -803,7 +928,10 @@ class StartTransferRequest(_message.Message):
     kv: KvFormat
     first_token: int
     is_last: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., receiver: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., is_last: bool = ...) -> None: ...
+    instance_id: str
+    region: TransferRegion
+    address: str
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., receiver: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., is_last: bool = ..., instance_id: _Optional[str] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class StartTransferResponse(_message.Message):
     __slots__ = ()
@@ -816,14 +944,18 @@ class WatchTransferRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class WatchTransferResponse(_message.Message):
-    __slots__ = ("state", "error", "chunks")
+    __slots__ = ("state", "error", "chunks", "failure", "num_bytes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     state: TransferState
     error: _common_pb2.Error
     chunks: _containers.RepeatedCompositeFieldContainer[TransferChunk]
-    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ...) -> None: ...
+    failure: TransferFailure
+    num_bytes: int
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ..., failure: _Optional[_Union[TransferFailure, str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class TransferChunk(_message.Message):
     __slots__ = ("first_token", "num_tokens")

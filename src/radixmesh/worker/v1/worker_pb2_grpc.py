@@ -80,10 +80,25 @@ class WorkerServiceStub(object):
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.PrepareTransferRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.PrepareTransferResponse.FromString,
                 _registered_method=True)
+        self.RenewTransfers = channel.unary_unary(
+                '/radixmesh.worker.v1.WorkerService/RenewTransfers',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersResponse.FromString,
+                _registered_method=True)
         self.StartTransfer = channel.unary_unary(
                 '/radixmesh.worker.v1.WorkerService/StartTransfer',
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferResponse.FromString,
+                _registered_method=True)
+        self.WriteTransfer = channel.stream_stream(
+                '/radixmesh.worker.v1.WorkerService/WriteTransfer',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferResponse.FromString,
+                _registered_method=True)
+        self.CommitTransfer = channel.unary_unary(
+                '/radixmesh.worker.v1.WorkerService/CommitTransfer',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferResponse.FromString,
                 _registered_method=True)
         self.WatchTransfer = channel.unary_stream(
                 '/radixmesh.worker.v1.WorkerService/WatchTransfer',
@@ -173,21 +188,51 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrepareTransfer(self, request, context):
-        """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer.
+        """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer. Only for the
+        holder of the epoch (else EPOCH_FENCED). OVERLOADED where staging memory is used up, TRANSFER_FAILED for KV of another format.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewTransfers(self, request, context):
+        """RenewTransfers renews the leases of regions, of all that a scheduler waits for in one call. Only for the holder of the epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartTransfer(self, request, context):
-        """StartTransfer gathers a slot's or a chain's pages and writes them to a peer's staging region.
+        """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
+        the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteTransfer(self, request_iterator, context):
+        """WriteTransfer carries KV from a worker to the region that another has prepared.
+        Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
+        Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
+        A gap: is found by the checksum and the stamp.
+        Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+        A slow reader: the answer is one, and small.
+        Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitTransfer(self, request, context):
+        """CommitTransfer scatters a written region into pages, then validates it. Only for the holder of the epoch; runs between two steps,
+        behind after_step. The pages' records are granted anew whatever comes of it, so that generations are those of the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchTransfer(self, request, context):
-        """WatchTransfer streams a transfer's states until a terminal one.
+        """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,10 +293,25 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.PrepareTransferRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.PrepareTransferResponse.SerializeToString,
             ),
+            'RenewTransfers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewTransfers,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersResponse.SerializeToString,
+            ),
             'StartTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.StartTransfer,
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferResponse.SerializeToString,
+            ),
+            'WriteTransfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.WriteTransfer,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferResponse.SerializeToString,
+            ),
+            'CommitTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitTransfer,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferResponse.SerializeToString,
             ),
             'WatchTransfer': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTransfer,
@@ -519,6 +579,33 @@ class WorkerService(object):
             _registered_method=True)
 
     @staticmethod
+    def RenewTransfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.worker.v1.WorkerService/RenewTransfers',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.RenewTransfersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def StartTransfer(request,
             target,
             options=(),
@@ -535,6 +622,60 @@ class WorkerService(object):
             '/radixmesh.worker.v1.WorkerService/StartTransfer',
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferRequest.SerializeToString,
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.StartTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteTransfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/radixmesh.worker.v1.WorkerService/WriteTransfer',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.WriteTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.worker.v1.WorkerService/CommitTransfer',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.CommitTransferResponse.FromString,
             options,
             channel_credentials,
             insecure,

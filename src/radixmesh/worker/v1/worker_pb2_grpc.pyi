@@ -72,11 +72,30 @@ class WorkerServiceStub:
     Stage: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StageRequest, _worker_pb2.StageResponse]
     """Stage prepares weights, an adapter, an expert placement or memory; a barrier op in a plan makes it effective."""
     PrepareTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareTransferRequest, _worker_pb2.PrepareTransferResponse]
-    """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer."""
+    """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer. Only for the
+    holder of the epoch (else EPOCH_FENCED). OVERLOADED where staging memory is used up, TRANSFER_FAILED for KV of another format.
+    """
+    RenewTransfers: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewTransfersRequest, _worker_pb2.RenewTransfersResponse]
+    """RenewTransfers renews the leases of regions, of all that a scheduler waits for in one call. Only for the holder of the epoch."""
     StartTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartTransferRequest, _worker_pb2.StartTransferResponse]
-    """StartTransfer gathers a slot's or a chain's pages and writes them to a peer's staging region."""
+    """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
+    the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
+    """
+    WriteTransfer: _grpc.StreamStreamMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]
+    """WriteTransfer carries KV from a worker to the region that another has prepared.
+      Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
+      Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
+      A gap: is found by the checksum and the stamp.
+      Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+      A slow reader: the answer is one, and small.
+      Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
+    """
+    CommitTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CommitTransferRequest, _worker_pb2.CommitTransferResponse]
+    """CommitTransfer scatters a written region into pages, then validates it. Only for the holder of the epoch; runs between two steps,
+    behind after_step. The pages' records are granted anew whatever comes of it, so that generations are those of the caller.
+    """
     WatchTransfer: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchTransferRequest, _worker_pb2.WatchTransferResponse]
-    """WatchTransfer streams a transfer's states until a terminal one."""
+    """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one."""
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortTransferRequest, _worker_pb2.AbortTransferResponse]
     """AbortTransfer asks to end a transfer; memory is freed only once the writer is known to be done or gone."""
 
@@ -122,11 +141,30 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Stage: _aio.UnaryUnaryMultiCallable[_worker_pb2.StageRequest, _worker_pb2.StageResponse]  # type: ignore[assignment]
     """Stage prepares weights, an adapter, an expert placement or memory; a barrier op in a plan makes it effective."""
     PrepareTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareTransferRequest, _worker_pb2.PrepareTransferResponse]  # type: ignore[assignment]
-    """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer."""
+    """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer. Only for the
+    holder of the epoch (else EPOCH_FENCED). OVERLOADED where staging memory is used up, TRANSFER_FAILED for KV of another format.
+    """
+    RenewTransfers: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewTransfersRequest, _worker_pb2.RenewTransfersResponse]  # type: ignore[assignment]
+    """RenewTransfers renews the leases of regions, of all that a scheduler waits for in one call. Only for the holder of the epoch."""
     StartTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartTransferRequest, _worker_pb2.StartTransferResponse]  # type: ignore[assignment]
-    """StartTransfer gathers a slot's or a chain's pages and writes them to a peer's staging region."""
+    """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
+    the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
+    """
+    WriteTransfer: _aio.StreamStreamMultiCallable[_worker_pb2.WriteTransferRequest, _worker_pb2.WriteTransferResponse]  # type: ignore[assignment]
+    """WriteTransfer carries KV from a worker to the region that another has prepared.
+      Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
+      Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
+      A gap: is found by the checksum and the stamp.
+      Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+      A slow reader: the answer is one, and small.
+      Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
+    """
+    CommitTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.CommitTransferRequest, _worker_pb2.CommitTransferResponse]  # type: ignore[assignment]
+    """CommitTransfer scatters a written region into pages, then validates it. Only for the holder of the epoch; runs between two steps,
+    behind after_step. The pages' records are granted anew whatever comes of it, so that generations are those of the caller.
+    """
     WatchTransfer: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchTransferRequest, _worker_pb2.WatchTransferResponse]  # type: ignore[assignment]
-    """WatchTransfer streams a transfer's states until a terminal one."""
+    """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one."""
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortTransferRequest, _worker_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """AbortTransfer asks to end a transfer; memory is freed only once the writer is known to be done or gone."""
 
@@ -223,7 +261,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PrepareTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrepareTransferResponse, _abc.Awaitable[_worker_pb2.PrepareTransferResponse]]:
-        """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer."""
+        """PrepareTransfer reserves a staging region for KV that another worker will write. The region belongs to one transfer. Only for the
+        holder of the epoch (else EPOCH_FENCED). OVERLOADED where staging memory is used up, TRANSFER_FAILED for KV of another format.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewTransfers(
+        self,
+        request: _worker_pb2.RenewTransfersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RenewTransfersResponse, _abc.Awaitable[_worker_pb2.RenewTransfersResponse]]:
+        """RenewTransfers renews the leases of regions, of all that a scheduler waits for in one call. Only for the holder of the epoch."""
 
     @_abc_1.abstractmethod
     def StartTransfer(
@@ -231,7 +279,34 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StartTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.StartTransferResponse, _abc.Awaitable[_worker_pb2.StartTransferResponse]]:
-        """StartTransfer gathers a slot's or a chain's pages and writes them to a peer's staging region."""
+        """StartTransfer gathers pages into a staging buffer and writes them to a peer's region. Returns when they are gathered: the pages are
+        the caller's again, and the buffer stays until the peer has answered. Only for the holder of the epoch.
+        """
+
+    @_abc_1.abstractmethod
+    def WriteTransfer(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.WriteTransferRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WriteTransferResponse], _abc.AsyncIterator[_worker_pb2.WriteTransferResponse]]:
+        """WriteTransfer carries KV from a worker to the region that another has prepared.
+          Who speaks first: the writer, with region; data follows in any order, the last message has last_word.
+          Positions: bytes of the region; its first and last 32 are the stamp, which the writer writes like all else.
+          A gap: is found by the checksum and the stamp.
+          Refused: a second writer, a region that is not known (any more), or that belongs to another (TRANSFER_FAILED).
+          A slow reader: the answer is one, and small.
+          Ends: with the answer to last_word. A stream that ends otherwise means that the writer is gone.
+        """
+
+    @_abc_1.abstractmethod
+    def CommitTransfer(
+        self,
+        request: _worker_pb2.CommitTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CommitTransferResponse, _abc.Awaitable[_worker_pb2.CommitTransferResponse]]:
+        """CommitTransfer scatters a written region into pages, then validates it. Only for the holder of the epoch; runs between two steps,
+        behind after_step. The pages' records are granted anew whatever comes of it, so that generations are those of the caller.
+        """
 
     @_abc_1.abstractmethod
     def WatchTransfer(
@@ -239,7 +314,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchTransferResponse], _abc.AsyncIterator[_worker_pb2.WatchTransferResponse]]:
-        """WatchTransfer streams a transfer's states until a terminal one."""
+        """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one."""
 
     @_abc_1.abstractmethod
     def AbortTransfer(

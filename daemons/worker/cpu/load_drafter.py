@@ -1,0 +1,84 @@
+"""From a folder to a drafter that is a network, beside a runner on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
+from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
+from radixmesh.daemons.worker.cpu.load import load_model
+from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
+from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
+from radixmesh.daemons.worker.speculation.models.standalone import StandaloneModel
+from radixmesh.daemons.worker.speculation.settings import Speculation
+
+_log = get_logger(__name__)
+
+
+def load_model_drafter(speculation: Speculation, runner: CpuRunner, model: Path, dtype: str) -> ModelDrafter:
+    """model: folder of the target, which `runner` computes. dtype: of the network's weights and KV, as that of
+    `load_cpu_runner`. The network's KV takes memory beside that of the runner's pool, for as many tokens.
+
+    Raises MeshError BAD_CHECKPOINT, UNSUPPORTED, or INVALID_ARGUMENT for a network that is not for this model.
+    """
+    placement = Placement(
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype),
+        group=LocalGroup(),
+        max_total_len=runner.max_total_len,
+    )
+    with torch.inference_mode():
+        network = _load_standalone(speculation, runner, model, placement)
+        attention = attention_backends().create("paged_torch")(
+            network.attention_shape,
+            AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=False),
+        )
+        pool = KvPool(
+            network.kv_layout,
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+        drafter = ModelDrafter(network, pool, attention, placement.dtype)
+    num_tokens = runner.num_pages * runner.page_size
+    kv_bytes = network.kv_layout.bytes_per_token(placement.dtype) + network.num_features * placement.dtype.itemsize
+    _log.info("drafter_loaded", algorithm=str(speculation.algorithm), kv_bytes=kv_bytes * num_tokens)
+    return drafter
+
+
+def _load_standalone(speculation: Speculation, runner: CpuRunner, target: Path, placement: Placement) -> DraftModel:
+    folder = speculation.draft_model
+    assert folder is not None, "settings see to it"
+    architecture = ConfigReader.open(folder).strings("architectures")[0]
+    if architecture in ENCODER_ARCHITECTURES:
+        raise _no_drafter(folder, f"is the encoder {architecture}, which generates no text")
+    model = load_model(folder, placement).model
+    if Task.GENERATE not in model.tasks:
+        raise _no_drafter(folder, "generates no text")
+    if all((of / "tokenizer.json").is_file() for of in (folder, target)):
+        of_draft, of_target = (Vocabulary.load(of).tokens for of in (folder, target))
+        if of_draft != of_target:
+            raise _no_drafter(folder, f"has another vocabulary than {target.name}, so its ids mean other texts")
+    return StandaloneModel(model, runner.vocab_size)
+
+
+def _no_drafter(folder: Path, what: str) -> MeshError:
+    return MeshError(
+        common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+        f"--speculative-draft-model-path: {folder} {what}: name the folder of a network for this model",
+        {"field": "speculative_draft_model_path"},
+    )

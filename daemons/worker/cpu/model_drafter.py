@@ -1,0 +1,194 @@
+"""A drafter that is a network: it follows what the target computes, in pages of its own, and drafts a chain.
+
+    computed    features of the target's tokens are kept; of chunks the network computes its own KV as well
+    propose     rows that the network lacks, up to the last token, which gives the first draft; then one row a draft
+
+A token is *fresh* while the network's KV of it was computed from the tokens and features that the target has there. The
+target's writes make tokens stale, the network's make them fresh. So its KV may lapse, for as long as drafts do not pay,
+and is computed again from the features when they do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.cpu.sample_rows import input_after, sample_rows
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
+from radixmesh.daemons.worker.models.model import ModelBatch
+from radixmesh.daemons.worker.runner import SampleInput, Segment
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
+from radixmesh.daemons.worker.tiles import RowTiles
+
+MOST_BEHIND = 128
+"""Tokens of a row that one step computes at most beside the last one: what bounds a step in which drafts pay again."""
+
+
+class _Part(NamedTuple):
+    """Consecutive tokens of a sequence, from position `start` on. slots: numbers of all tokens up to the last one."""
+
+    ids: IntArray
+    start: int
+    slots: SlotArray
+
+
+class ModelDrafter(Drafter):
+    """pool: as many pages as the target's, of the network's planes. dtype: of the features that are kept."""
+
+    def __init__(self, model: DraftModel, pool: KvPool, attention: AttentionBackend, dtype: torch.dtype) -> None:
+        self.hidden_layers = model.hidden_layers
+        self._model, self._pool, self._attention = model, pool, attention
+        self._tiles = RowTiles(None)
+        num_tokens = (pool.num_pages + 1) * pool.page_size
+        self._features_SF = torch.zeros(num_tokens, model.num_features, dtype=dtype) if model.num_features else None
+        self._is_fresh = np.zeros(num_tokens, np.bool_)
+        # Of each slot, how many of its first tokens are known to be fresh: a row is not searched from its beginning.
+        self._fresh_lens: defaultdict[int, int] = defaultdict(int)
+
+    def admitted(self, slot: int) -> None:
+        self._fresh_lens[slot] = 0
+
+    @torch.inference_mode()
+    def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
+        slots = [self._slots(s.pages, s.start + len(s.ids)) for s in segments]
+        written = np.concatenate([of[s.start :] for of, s in zip(slots, segments, strict=True)])
+        self._is_fresh[written] = False
+        if self._features_SF is not None:
+            self._features_SF[torch.from_numpy(written)] = self._model.features(hidden)
+        parts = []
+        for segment, of in zip(segments, slots, strict=True):
+            end = segment.start + len(segment.ids)
+            fresh_len = self._fresh_lens[segment.slot] = min(self._fresh_len(segment.slot, of), segment.start)
+            is_chunk = segment.max_tokens is None and segment.task is Task.GENERATE
+            if is_chunk and fresh_len == segment.start and end <= self._model.max_total_len:
+                parts.append(_Part(segment.ids, segment.start, of))
+        self._compute([part for part in map(self._behind_first, parts) if len(part.ids)])
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        drafts = [empty_ints() for _ in rows]
+        parts: list[_Part] = []
+        chosen: list[int] = []
+        for index, row in enumerate(rows):
+            length = row.sample.position
+            slots = self._slots(row.pages, length + row.most)
+            start = min(self._fresh_len(row.slot, slots[: length - 1]), length - 1)
+            stop = min(length, start + 1 + MOST_BEHIND)
+            if length > self._model.max_total_len or length <= self._model.first_position:
+                continue
+            parts.append(self._behind_first(_Part(_ids(row.sample, start, stop), start, slots[:stop])))
+            self._fresh_lens[row.slot] = stop
+            chosen.append(index)
+        if not parts:
+            return drafts
+        output = self._compute(parts)
+        ends = np.cumsum([len(part.ids) for part in parts]) - 1
+        reached = [number for number, index in enumerate(chosen) if _stop(parts[number]) == rows[index].sample.position]
+        self._chain(rows, [chosen[number] for number in reached], output[torch.from_numpy(ends[reached])], drafts)
+        return drafts
+
+    @torch.inference_mode()
+    def copied(self, source: int, target: int, num_tokens: int) -> None:
+        self._pool.copy_page(source, target, num_tokens)
+        size = self._pool.page_size
+        to, since = slice(target * size, target * size + num_tokens), slice(source * size, source * size + num_tokens)
+        self._is_fresh[to] = self._is_fresh[since]
+        if self._features_SF is not None:
+            self._features_SF[to] = self._features_SF[since]
+
+    @torch.inference_mode()
+    def cleared(self) -> None:
+        self._pool.clear()
+        self._is_fresh[:] = False
+        self._fresh_lens.clear()
+
+    def _chain(self, rows: Sequence[DraftRow], chosen: list[int], output: torch.Tensor, drafts: list[IntArray]) -> None:
+        """Drafts of the chosen rows. output: of the network for their last tokens."""
+        while chosen:
+            logits = self._model.logits(output).numpy()
+            # With the noise of the position, by which the target samples too: drafts of sampled rows agree more often.
+            inputs = [input_after(rows[index].sample, drafts[index]) for index in chosen]
+            for index, token in zip(chosen, sample_rows(logits, inputs), strict=True):
+                drafts[index] = np.append(drafts[index], np.int32(token))
+            going = [number for number, index in enumerate(chosen) if self._has_room(rows[index], drafts[index])]
+            features = output[going] if self._features_SF is not None else None
+            chosen = [chosen[number] for number in going]
+            parts = []
+            for index in chosen:
+                start = rows[index].sample.position + len(drafts[index]) - 1
+                slots = self._slots(rows[index].pages, start + 1)
+                # KV of a draft: the target has not been there yet.
+                self._is_fresh[slots[-1]] = False
+                parts.append(_Part(drafts[index][-1:], start, slots))
+            if parts:
+                output = self._forward(parts, features)
+
+    def _has_room(self, row: DraftRow, drafts: IntArray) -> bool:
+        return len(drafts) < row.most and row.sample.position + len(drafts) <= self._model.max_total_len
+
+    def _fresh_len(self, slot: int, slots: SlotArray) -> int:
+        """Number of a sequence's first tokens that are fresh, as far as `slots` go. The first one has no row where rows
+        have features."""
+        start = max(self._fresh_lens[slot], self._model.first_position)
+        is_fresh = self._is_fresh[slots[start:]]
+        return min(start + (len(is_fresh) if is_fresh.all() else int(is_fresh.argmin())), len(slots))
+
+    def _behind_first(self, part: _Part) -> _Part:
+        skipped = max(0, self._model.first_position - part.start)
+        return _Part(part.ids[skipped:], part.start + skipped, part.slots)
+
+    def _compute(self, parts: Sequence[_Part]) -> torch.Tensor:
+        """Rows from the target's tokens and features, [sum of rows, *]."""
+        if not parts:
+            return torch.empty(0)
+        features = None
+        if self._features_SF is not None:
+            before = np.concatenate([part.slots[part.start - 1 : _stop(part) - 1] for part in parts])
+            features = self._features_SF[torch.from_numpy(before)]
+        output = self._forward(parts, features)
+        for part in parts:
+            self._is_fresh[part.slots[part.start :]] = True
+        return output
+
+    def _forward(self, parts: Sequence[_Part], features_TF: torch.Tensor | None) -> torch.Tensor:
+        first = self._model.first_position
+        num_rows = sum(len(part.ids) for part in parts)
+        positions = np.concatenate([np.arange(part.start, _stop(part)) - first for part in parts])
+        segments = [
+            AttentionSegment(start=part.start - first, length=len(part.ids), kv_slots=part.slots[first:])
+            for part in parts
+        ]
+        batch = ModelBatch(
+            ids_T=torch.from_numpy(np.concatenate([part.ids for part in parts]).astype(np.int64)),
+            positions_T=torch.from_numpy(positions),
+            num_rows=num_rows,
+            kv_slots_N=torch.from_numpy(np.concatenate([part.slots[part.start :] for part in parts])),
+            kv=self._pool,
+            attention=self._attention.begin(
+                AttentionBatch(segments=segments, num_rows=num_rows, zero_slot=self._pool.zero_slot)
+            ),
+            tiles=self._tiles,
+        )
+        return self._model.forward(batch, features_TF)
+
+    def _slots(self, pages: IntArray, length: int) -> SlotArray:
+        return kv_slots(pages, length, self._pool.page_size)
+
+
+def _stop(part: _Part) -> int:
+    return part.start + len(part.ids)
+
+
+def _ids(sample: SampleInput, start: int, stop: int) -> IntArray:
+    """Tokens of prompt and output at positions [start, stop)."""
+    num_prompt = len(sample.prompt_ids)
+    of_output = sample.output_ids[max(0, start - num_prompt) : max(0, stop - num_prompt)]
+    return np.concatenate((sample.prompt_ids[start:stop], of_output))

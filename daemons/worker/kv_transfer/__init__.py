@@ -1,0 +1,1 @@
+"""KV transfers between workers: staging memory, its lifecycle on both sides, and transports."""

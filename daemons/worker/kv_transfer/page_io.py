@@ -1,0 +1,99 @@
+"""Copies between KV pages and staging memory. On the step thread, between two steps: nothing else touches pages
+there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
+from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES, ByteArray, chunks_of, has_stamps
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Pages, int32, that a region's tokens `ids` go to, all of them full.
+
+    generations: that the pages have once they are granted. previous_page: that they continue, -1: none.
+    """
+
+    pages: IntArray
+    generations: IntArray
+    previous_page: int
+    ids: IntArray
+    namespace: str
+
+
+def gather(
+    executor: StepExecutor, pages: IntArray, generations: IntArray, num_tokens: int, memory: ByteArray, stamp: bytes
+) -> None:
+    """Copies the first tokens of consecutive pages, int32, to a region's memory, with its stamps.
+
+    Raises PAGE_CONFLICT for a page that does not hold what the caller takes it for.
+    """
+    records, runner, size = executor.records, executor.runner, executor.limits.page_size
+    if len(pages) != len(generations) or len(pages) != -(-num_tokens // size) or not _are_pages(executor, pages):
+        raise _conflict(f"{len(pages)} pages do not hold {num_tokens} tokens: name those of the tokens, in order")
+    held = records.filled[pages].astype(np.int64)
+    held[-1] += len(pages) * size - num_tokens
+    if (records.generations[pages] != generations).any() or (held < size).any():
+        raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
+    token_bytes = runner.kv_token_bytes
+    for chunk in chunks_of(num_tokens, token_bytes):
+        data = runner.read_kv(_places(pages, chunk.first, chunk.num, size))
+        memory[chunk.offset : chunk.offset + chunk.num * token_bytes] = data
+    memory[:STAMP_BYTES] = memory[-STAMP_BYTES:] = np.frombuffer(stamp, np.uint8)
+
+
+def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: bytes) -> Failure:
+    """Copies a region's tokens to pages, and says afterwards whether they are what was sent.
+
+    The pages are granted in any case, and their records are empty unless they are.
+    """
+    records, runner, size = executor.records, executor.runner, executor.limits.page_size
+    pages, num_tokens, token_bytes = target.pages, len(target.ids), runner.kv_token_bytes
+    is_known = -1 <= target.previous_page < executor.limits.num_pages
+    if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
+        return Failure.PAGES
+    records.grant(
+        pages,
+        np.array([len(pages)]),
+        previous_pages=np.array([target.previous_page], np.int32),
+        namespaces=[target.namespace],
+        weights_version=executor.weights_version,
+    )
+    if (records.generations[pages] != target.generations).any() or num_tokens != len(pages) * size:
+        return Failure.PAGES
+    if ((target.ids < 0) | (target.ids >= executor.limits.vocab_size)).any():
+        return Failure.PAGES
+    for chunk in chunks_of(num_tokens, token_bytes):
+        data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
+        runner.write_kv(_places(pages, chunk.first, chunk.num, size), data)
+    # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
+    if not has_stamps(memory, stamp):
+        return Failure.STAMP
+    at = np.arange(num_tokens, dtype=np.int32)
+    records.extend(pages[at // size], at % np.int32(size), target.ids)
+    return Failure.NONE
+
+
+def _places(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:
+    at = np.arange(first, first + num, dtype=np.int32)
+    places: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
+    return places
+
+
+def _are_pages(executor: StepExecutor, pages: IntArray) -> bool:
+    """True for at least one page, each of the pool and named once."""
+    if not len(pages) or int(pages.min()) < 0 or int(pages.max()) >= executor.limits.num_pages:
+        return False
+    return len(np.unique(pages)) == len(pages)
+
+
+def _conflict(message: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_PAGE_CONFLICT, message)

@@ -1,0 +1,209 @@
+"""Transfers that this worker receives: their regions by id, written to by other workers. Lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, Reception
+from radixmesh.daemons.worker.kv_transfer.staging import ByteArray, RegionKey, StagingPool, region_bytes
+
+MAX_RECEPTIONS = 4096
+"""Transfers that one worker receives at a time."""
+MAX_TRANSFER_ID_BYTES = 64
+
+
+class Region:
+    """A staging region with the lifecycle of its transfer. memory: None once it is given back."""
+
+    def __init__(self, key: RegionKey, memory: ByteArray, reception: Reception, first_token: int, num_tokens: int):
+        self.key = key
+        self.memory: ByteArray | None = memory
+        self.num_bytes = len(memory)
+        self.reception = reception
+        self.first_token = first_token
+        self.num_tokens = num_tokens
+        self.num_written = 0
+        self._changed: asyncio.Future[None] | None = None
+
+    async def change(self) -> None:
+        """Returns when something has happened to it."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        # Shielded: several wait for one future.
+        await asyncio.shield(self._changed)
+
+    def notify(self) -> None:
+        """Wakes all that wait for a change."""
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+
+class TransferReceiver:
+    """clock: monotonic seconds. on_over: told of every transfer that has ended."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        pool: StagingPool,
+        *,
+        writes_are_seen: bool,
+        clock: Callable[[], float],
+        on_over: Callable[[Region], None] = lambda region: None,
+    ) -> None:
+        self._instance_id = instance_id
+        self._pool = pool
+        self._writes_are_seen = writes_are_seen
+        self._clock = clock
+        self._on_over = on_over
+        self._regions: dict[str, Region] = {}
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    @property
+    def num_quarantined_bytes(self) -> int:
+        """Of regions that are over, and that somebody may still write to."""
+        return sum(region.num_bytes for region in self._regions.values() if region.reception.is_quarantined)
+
+    def get(self, transfer_id: str) -> Region:
+        """Raises TRANSFER_FAILED for one that is not known, or not any more."""
+        region = self._regions.get(transfer_id)
+        if region is None:
+            raise _failed(
+                f"the transfer {transfer_id[:64]!r} is not known here, or is over: prefill again", Failure.NONE
+            )
+        return region
+
+    def prepare(
+        self, transfer_id: str, epoch: int, *, first_token: int, num_tokens: int, token_bytes: int, lease_s: float
+    ) -> Region:
+        """Reserves a region; one that is prepared already gets a longer lease. Raises INVALID_ARGUMENT or
+        OVERLOADED."""
+        until = self._clock() + lease_s
+        region = self._regions.get(transfer_id)
+        if region is not None:
+            if region.key.epoch != epoch or region.num_tokens != num_tokens:
+                message = f"the transfer {transfer_id!r} is another one here: choose another id"
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_id"})
+            region.reception.renew(until)
+            return region
+        if not 0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES:
+            message = f"transfer_id has {len(transfer_id.encode())} bytes: send 1 to {MAX_TRANSFER_ID_BYTES}"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_id"})
+        if num_tokens < 1:
+            message = "num_tokens is 0: reserve for one token at least"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
+        if len(self._regions) >= MAX_RECEPTIONS:
+            message = f"{MAX_RECEPTIONS} transfers come in already: prefill where the request decodes"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
+        memory = self._pool.take(region_bytes(num_tokens, token_bytes))
+        key = RegionKey(
+            transfer_id=transfer_id,
+            incarnation=secrets.randbits(64),
+            instance_id=self._instance_id,
+            epoch=epoch,
+        )
+        reception = Reception(until, writes_are_seen=self._writes_are_seen)
+        region = self._regions[transfer_id] = Region(key, memory, reception, first_token, num_tokens)
+        return region
+
+    def renew(self, transfer_ids: Iterable[str], epoch: int, lease_s: float) -> int:
+        """Renews leases of that epoch; how many there were."""
+        until, num = self._clock() + lease_s, 0
+        for transfer_id in transfer_ids:
+            region = self._regions.get(transfer_id)
+            if region is not None and region.key.epoch == epoch and not region.reception.is_over:
+                region.reception.renew(until)
+                num += 1
+        return num
+
+    # From writers.
+
+    def open(self, key: RegionKey, num_bytes: int, writer: str) -> Region:
+        """A writer begins. Raises TRANSFER_FAILED unless the region is there, just that one, and nobody's yet."""
+        region = self._regions.get(key.transfer_id)
+        if region is None or region.key != key or region.num_bytes != num_bytes:
+            raise _failed("the region is not here any more: its transfer is over", Failure.NONE)
+        if not writer or not region.reception.begin_write(writer):
+            raise _failed("the region takes no writer: it has one, or its transfer is over", region.reception.failure)
+        region.notify()
+        return region
+
+    def write(self, region: Region, writer: str, offset: int, data: bytes) -> None:
+        """Bytes arrive. Raises TRANSFER_FAILED where they must not be written."""
+        reception = region.reception
+        if reception.may_write(writer) and not 0 <= offset <= offset + len(data) <= region.num_bytes:
+            reception.bad_write(writer)
+            self._settle(region)
+        if not reception.may_write(writer):
+            raise _failed("the transfer is over: write no more", reception.failure)
+        assert region.memory is not None
+        region.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        region.num_written += len(data)
+        region.notify()
+
+    def last_word(self, region: Region, writer: str, *, is_done: bool, is_sound: bool = True) -> None:
+        """The writer is over. is_sound: the bytes have its checksum. Raises TRANSFER_FAILED if the transfer has
+        failed."""
+        reception = region.reception
+        if is_done and not is_sound:
+            reception.bad_write(writer, Failure.CHECKSUM)
+        reception.last_word(writer, is_done=is_done)
+        failure = reception.failure
+        self._settle(region)
+        if is_done and failure is not Failure.NONE:
+            raise _failed("the transfer has failed", failure)
+
+    def writer_gone(self, region: Region, writer: str) -> None:
+        """The writer's connection is closed. Idempotent."""
+        region.reception.writer_gone(writer)
+        self._settle(region)
+
+    # From the scheduler, and time.
+
+    def scattered(self, region: Region, failure: Failure) -> None:
+        """The pages are written, or not."""
+        region.reception.scattered(failure)
+        self._settle(region)
+
+    def abort(self, transfer_id: str) -> None:
+        """Ends a transfer. Unknown ids are fine."""
+        region = self._regions.get(transfer_id)
+        if region is not None:
+            region.reception.abort()
+            self._settle(region)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Transfers of epochs before end: nobody waits for them any more."""
+        for region in tuple(self._regions.values()):
+            if region.key.epoch != epoch:
+                region.reception.abort(Failure.EPOCH_ENDED)
+                self._settle(region)
+
+    def tick(self) -> None:
+        """Ends what nobody renews. Call it a few times a second while there is something."""
+        now = self._clock()
+        for region in tuple(self._regions.values()):
+            if region.reception.expire(now):
+                self._settle(region)
+
+    def _settle(self, region: Region) -> None:
+        """Gives memory back as soon as nobody can write or read there."""
+        region.notify()
+        if region.reception.is_memory_free and region.memory is not None:
+            self._pool.give_back(region.memory)
+            region.memory = None
+            self._regions.pop(region.key.transfer_id, None)
+            self._on_over(region)
+
+
+def _failed(message: str, failure: Failure) -> MeshError:
+    details = {"failure": failure.name.lower()} if failure is not Failure.NONE else {}
+    return MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, details)

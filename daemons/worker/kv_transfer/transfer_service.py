@@ -1,0 +1,147 @@
+"""KV transfers over gRPC: the writing end, and the handler of what another worker writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.receiver import Region
+from radixmesh.daemons.worker.kv_transfer.staging import ByteArray
+from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
+from radixmesh.daemons.worker.kv_transfer.transport import WRITE_BYTES, KvTransport, checksum_of
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+# A receiver that takes nothing for so long is stopped, or gone without a word.
+_PATIENCE_S = 10.0
+_MAX_DATA_BYTES = 4 << 20
+
+
+class GrpcTransport(KvTransport):
+    """Over the port that workers have anyway, for machines without anything faster. tls: None = plain."""
+
+    writes_are_seen = True
+
+    def __init__(self, tls: TlsFiles | None = None, *, patience_s: float = _PATIENCE_S) -> None:
+        self._tls = tls
+        self._patience_s = patience_s
+
+    async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:
+        try:
+            async with open_channel(address, self._tls) as channel:
+                call = worker_pb2_grpc.WorkerServiceStub(channel).WriteTransfer()
+                try:
+                    await self._write_all(call, region, writer, memory)
+                finally:
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
+            raise mesh_error_from_rpc(error) from error
+        except TimeoutError as error:
+            message = f"the worker at {address} took nothing for {self._patience_s:g} s"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
+
+    async def _write_all(
+        self,
+        call: grpc.aio.StreamStreamCall[worker_pb2.WriteTransferRequest, worker_pb2.WriteTransferResponse],
+        region: worker_pb2.TransferRegion,
+        writer: str,
+        memory: ByteArray,
+    ) -> None:
+        request = worker_pb2.WriteTransferRequest(region=region, writer=writer)
+        try:
+            for offset in range(0, len(memory), WRITE_BYTES):
+                request.offset, request.data = offset, memory[offset : offset + WRITE_BYTES].tobytes()
+                await self._written(call, request)
+                request = worker_pb2.WriteTransferRequest()
+            request.checksum = await asyncio.to_thread(checksum_of, memory)
+            request.last_word = worker_pb2.TRANSFER_LAST_WORD_DONE
+            await self._written(call, request)
+        except asyncio.InvalidStateError:
+            # The call had ended before: its status says why.
+            raise_if_cancelled()
+        async with asyncio.timeout(self._patience_s):
+            answer = await call.read()
+            raise_if_cancelled()
+            if isinstance(answer, worker_pb2.WriteTransferResponse):
+                return
+            code, details = await call.code(), await call.details()
+            trailing = await call.trailing_metadata()
+        if code is not grpc.StatusCode.OK:
+            metadata = trailing or grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
+        raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the worker ended the transfer without an answer")
+
+    async def _written(
+        self,
+        call: grpc.aio.StreamStreamCall[worker_pb2.WriteTransferRequest, worker_pb2.WriteTransferResponse],
+        request: worker_pb2.WriteTransferRequest,
+    ) -> None:
+        async with asyncio.timeout(self._patience_s):
+            await call.write(request)
+
+
+async def receive(
+    transfers: KvTransfers, requests: AsyncIterator[worker_pb2.WriteTransferRequest]
+) -> worker_pb2.WriteTransferResponse:
+    """Copies what a writer sends into its region, until its last word. Raises TRANSFER_FAILED or MISSING_FIELD."""
+    first = await anext(requests, None)
+    if first is None or not first.HasField("region"):
+        message = "a writer begins with the region that it writes to"
+        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "region"})
+    check_peer_names(transfer_id=first.region.transfer_id, instance_id=first.region.instance_id, writer=first.writer)
+    region, writer = transfers.open(first.region, first.writer), first.writer
+    reading: asyncio.Future[worker_pb2.WriteTransferRequest | None] | None = None
+    try:
+        request: worker_pb2.WriteTransferRequest | None = first
+        del first
+        while request is not None:
+            await _take(transfers, region, writer, request)
+            if request.last_word:
+                return worker_pb2.WriteTransferResponse()
+            reading = asyncio.ensure_future(_next(requests))
+            request = None
+            # A region that is given up waits for no writer: that may be stopped.
+            while not reading.done() and not region.reception.is_over:
+                change = asyncio.ensure_future(region.change())
+                await asyncio.wait((reading, change), return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+            if not reading.done():
+                break
+            request = reading.result()
+        message = "the transfer is over" if region.reception.is_over else "the writer left without a last word"
+        raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+    finally:
+        if reading is not None:
+            reading.cancel()
+        # This call alone copies into the region, and it is over.
+        transfers.receiver.writer_gone(region, writer)
+
+
+async def _take(transfers: KvTransfers, region: Region, writer: str, request: worker_pb2.WriteTransferRequest) -> None:
+    if len(request.data) > _MAX_DATA_BYTES:
+        message = f"{len(request.data)} bytes in one message: send at most {_MAX_DATA_BYTES}"
+        raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"field": "data", "max": str(_MAX_DATA_BYTES)})
+    if request.data:
+        transfers.receiver.write(region, writer, request.offset, request.data)
+    if request.last_word == worker_pb2.TRANSFER_LAST_WORD_UNSPECIFIED:
+        return
+    is_done = request.last_word == worker_pb2.TRANSFER_LAST_WORD_DONE
+    is_sound, memory = True, region.memory
+    if is_done and memory is not None:
+        is_sound = await asyncio.to_thread(checksum_of, memory) == request.checksum
+    transfers.receiver.last_word(region, writer, is_done=is_done, is_sound=is_sound)
+
+
+async def _next(
+    requests: AsyncIterator[worker_pb2.WriteTransferRequest],
+) -> worker_pb2.WriteTransferRequest | None:
+    return await anext(requests, None)

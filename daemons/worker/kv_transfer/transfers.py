@@ -1,0 +1,285 @@
+"""KV transfers of one worker, as its schedulers and other workers ask for them. Lives on the event loop.
+
+Pages are read and written on the step thread alone, between two steps; what travels lies in staging memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Emission, Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, gather, scatter
+from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
+from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
+from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_LEASE_MS = 60_000
+MAX_EMISSIONS = 256
+"""Transfers that one worker sends at a time."""
+_TICK_S = 0.1
+_AFTER_STEP_S = 10.0
+_POLL_S = 0.002
+
+
+class KvTransfers:
+    """run: runs a job on the step thread, behind all steps that were received. check_holder: raises EPOCH_FENCED unless
+    (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        *,
+        staging_bytes: int,
+        transport: KvTransport | None,
+        run: Callable[[Callable[[], object]], Awaitable[object]],
+        check_holder: Callable[[int, str], None],
+        received_step: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._instance_id = instance_id
+        self._transport = transport
+        self._run = run
+        self._check_holder = check_holder
+        self._received_step = received_step
+        self.staging = StagingPool(staging_bytes)
+        is_seen = transport is None or transport.writes_are_seen
+        self.receiver = TransferReceiver(
+            instance_id, self.staging, writes_are_seen=is_seen, clock=clock, on_over=self._over
+        )
+        self._executor: StepExecutor | None = None
+        self._digest = ""
+        self._sending: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self.num_sent = self.num_received = self.num_failed = 0
+
+    def attach(self, executor: StepExecutor, weights_digest: str) -> None:
+        """The model is loaded."""
+        self._executor, self._digest = executor, weights_digest
+
+    @property
+    def format(self) -> worker_pb2.KvFormat | None:
+        """KV that is sent and taken; None: there are no transfers here."""
+        executor = self._executor
+        if executor is None or self._transport is None or not executor.runner.kv_token_bytes or not self._digest:
+            return None
+        runner = executor.runner
+        return worker_pb2.KvFormat(
+            weights_digest=self._digest, kv_dtype=runner.kv_dtype, kv_layout=runner.kv_token_layout
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Somebody has claimed the worker: transfers of the epochs before end."""
+        self.receiver.begin_epoch(epoch)
+
+    def prepare(self, request: worker_pb2.PrepareTransferRequest) -> worker_pb2.TransferRegion:
+        """Reserves a region, or renews its lease. Raises as TransferReceiver.prepare(), EPOCH_FENCED or
+        TRANSFER_FAILED."""
+        self._require_offered()
+        self._check_holder(request.epoch, request.instance_id)
+        executor, kv = self._offered(request.kv)
+        region = self.receiver.prepare(
+            request.transfer_id,
+            request.epoch,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+            token_bytes=executor.runner.kv_token_bytes,
+            lease_s=_lease_s(request.lease_ms),
+        )
+        if self._ticking is None:
+            self._ticking = asyncio.ensure_future(self._tick())
+        key = region.key
+        return worker_pb2.TransferRegion(
+            transfer_id=key.transfer_id,
+            incarnation=key.incarnation,
+            instance_id=key.instance_id,
+            epoch=key.epoch,
+            first_token=region.first_token,
+            num_tokens=region.num_tokens,
+            num_bytes=region.num_bytes,
+            kv=kv,
+        )
+
+    def renew(self, epoch: int, instance_id: str, transfer_ids: Iterable[str], lease_ms: int) -> int:
+        """Renews leases; of how many. Raises EPOCH_FENCED or INVALID_ARGUMENT."""
+        self._check_holder(epoch, instance_id)
+        ids = list(transfer_ids)
+        if len(ids) > MAX_RECEPTIONS:
+            message = f"{len(ids)} transfer_ids: send at most {MAX_RECEPTIONS}"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_ids"})
+        return self.receiver.renew(ids, epoch, _lease_s(lease_ms))
+
+    async def start(self, request: worker_pb2.StartTransferRequest) -> None:
+        """Gathers pages and begins to send them; returns when the pages are the caller's again.
+
+        Raises EPOCH_FENCED, PAGE_CONFLICT, TRANSFER_FAILED, INVALID_ARGUMENT, OVERLOADED or UNSUPPORTED.
+        """
+        self._check_holder(request.epoch, request.instance_id)
+        region, transport = request.region, self._transport
+        executor, _ = self._offered(region.kv)
+        assert transport is not None
+        num_bytes = region_bytes(request.num_tokens, executor.runner.kv_token_bytes)
+        if not request.is_last:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED, "chunks: send all KV by one call", {"feature": "chunks"}
+            )
+        if not request.num_tokens or request.num_tokens != region.num_tokens or num_bytes != region.num_bytes:
+            message = f"{request.num_tokens} tokens do not fill the region of {region.num_tokens}: send as many"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
+        if len(self._sending) >= MAX_EMISSIONS:
+            message = f"{MAX_EMISSIONS} transfers are being sent: retry when some are over"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        pages = unpack_ints(request.source_pages, "source_pages")
+        generations = unpack_ints(request.source_generations, "source_generations")
+        memory, emission = self.staging.take(num_bytes), Emission()
+        stamp = _key_of(region).stamp()
+        try:
+            await self._run(lambda: gather(executor, pages, generations, request.num_tokens, memory, stamp))
+        except BaseException:
+            emission.abort()
+            self.staging.give_back(memory)
+            raise
+        emission.gathered()
+
+        async def send() -> None:
+            is_sent = False
+            try:
+                await transport.send(request.address, region, self._instance_id, memory)
+                is_sent = True
+            except MeshError as error:
+                log.info("kv_not_sent", transfer=region.transfer_id, peer=request.address, error=str(error))
+            finally:
+                emission.handle_over(is_sent=is_sent)
+                self.num_sent += is_sent
+                self.num_failed += not is_sent
+                if emission.is_buffer_free:
+                    self.staging.give_back(memory)
+
+        task = asyncio.ensure_future(send())
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def commit(self, request: worker_pb2.CommitTransferRequest) -> Failure:
+        """Scatters a written region into pages, behind a step. Raises EPOCH_FENCED or TRANSFER_FAILED."""
+        self._check_holder(request.epoch, request.instance_id)
+        executor = self._executor
+        assert executor is not None, "a region was prepared"
+        target = Target(
+            pages=unpack_ints(request.pages, "pages"),
+            generations=unpack_ints(request.generations, "generations"),
+            previous_page=request.previous_page,
+            ids=unpack_ints(request.ids, "ids"),
+            namespace=request.cache_namespace,
+        )
+        region = self.receiver.get(request.transfer_id)
+        if len(target.pages) != len(target.generations) or len(target.ids) != region.num_tokens:
+            message = f"pages, generations and ids are not those of {region.num_tokens} tokens"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
+        async with asyncio.timeout(_AFTER_STEP_S):
+            while self._received_step() < request.after_step:
+                await asyncio.sleep(_POLL_S)
+                self._check_holder(request.epoch, request.instance_id)
+        memory = region.memory
+        if memory is None or region.key.epoch != request.epoch or not region.reception.begin_scatter():
+            name = region.reception.state.name.lower()
+            message = f"the transfer is {name}, not written: prefill again"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"state": name})
+        outcome = Failure.PAGES
+
+        def job() -> None:
+            nonlocal outcome
+            outcome = scatter(executor, target, memory, region.key.stamp())
+
+        try:
+            await self._run(job)
+        finally:
+            self.receiver.scattered(region, outcome)
+        return region.reception.failure
+
+    async def watch(self, transfer_id: str) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
+        """States of a transfer until it is written, or over. Raises TRANSFER_FAILED."""
+        self._require_offered()
+        region, told = self.receiver.get(transfer_id), None
+        while True:
+            reception = region.reception
+            state = ReceiveState.WRITTEN if reception.state is ReceiveState.SCATTERING else reception.state
+            if (state, region.num_written) != told:
+                told = state, region.num_written
+                yield worker_pb2.WatchTransferResponse(
+                    state=int(state),  # type: ignore[arg-type]
+                    failure=int(reception.failure),  # type: ignore[arg-type]
+                    num_bytes=region.num_written,
+                )
+            if reception.is_over or state is ReceiveState.WRITTEN:
+                return
+            await region.change()
+
+    def open(self, region: worker_pb2.TransferRegion, writer: str) -> Region:
+        """Another worker begins to write. Raises TRANSFER_FAILED."""
+        self._offered(region.kv)
+        return self.receiver.open(_key_of(region), region.num_bytes, writer)
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        for task in (*self._sending, *((self._ticking,) if self._ticking is not None else ())):
+            task.cancel()
+
+    def _require_offered(self) -> worker_pb2.KvFormat:
+        """Raises UNSUPPORTED where there are no transfers."""
+        if (kv := self.format) is not None:
+            return kv
+        message = "KV transfer: not offered by this worker"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_transfer"})
+
+    def _offered(self, kv: worker_pb2.KvFormat) -> tuple[StepExecutor, worker_pb2.KvFormat]:
+        """Raises UNSUPPORTED, or TRANSFER_FAILED for KV of another format."""
+        ours = self._require_offered()
+        if kv != ours:
+            message = "the KV is of another model, type or layout than this worker's: run one release on both sides"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"failure": "format"})
+        assert self._executor is not None
+        return self._executor, ours
+
+    def _over(self, region: Region) -> None:
+        if region.reception.failure is Failure.NONE:
+            self.num_received += 1
+            return
+        self.num_failed += 1
+        failure = region.reception.failure.name.lower()
+        log.info("kv_not_received", transfer=region.key.transfer_id, failure=failure)
+
+    async def _tick(self) -> None:
+        while len(self.receiver):
+            await asyncio.sleep(_TICK_S)
+            self.receiver.tick()
+        self._ticking = None
+
+
+def _key_of(region: worker_pb2.TransferRegion) -> RegionKey:
+    return RegionKey(
+        transfer_id=region.transfer_id,
+        incarnation=region.incarnation,
+        instance_id=region.instance_id,
+        epoch=region.epoch,
+    )
+
+
+def _lease_s(lease_ms: int) -> float:
+    if not 0 < lease_ms <= MAX_LEASE_MS:
+        message = f"lease_ms is {lease_ms}: choose 1 to {MAX_LEASE_MS}"
+        raise MeshError(
+            ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "lease_ms", "max": str(MAX_LEASE_MS)}
+        )
+    return lease_ms / 1000

@@ -1,0 +1,184 @@
+"""Networks that draft on the CPU: their KV follows the target's, lapses while drafts do not pay, and comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.drafting import MODELS, cpu_drafter
+from support.planner_world import World
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.model_drafter import MOST_BEHIND, ModelDrafter
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
+
+NETWORKS = [("standalone", "tiny-llama")]
+
+
+class _Switched(DraftLengths):
+    """Drafts in the steps from `first_step` on."""
+
+    def __init__(self, first_step: int, max_drafts: int) -> None:
+        super().__init__(16, max_drafts)
+        self._left, self._most = first_step, max_drafts
+
+    def choose(self, slots, *, is_alone):
+        self._left -= 1
+        return self._most if self._left < 0 else 0
+
+
+class _Noted:
+    """Rows that a network computed of tokens, without drafts, by call; and how far each draft was from a first one."""
+
+    def __init__(self, drafter: ModelDrafter) -> None:
+        self.num_rows: list[int] = []
+        self._compute = drafter._compute
+        drafter._compute = self._noting  # type: ignore[method-assign]
+
+    def _noting(self, parts):
+        self.num_rows.append(sum(len(part.ids) for part in parts))
+        return self._compute(parts)
+
+
+def _runner(model: str, page_size: int = 4) -> CpuRunner:
+    runner = load_cpu_runner(
+        MODELS / model, page_size=page_size, num_pages=2400 // page_size, threads=1, max_total_len=600
+    )
+    assert isinstance(runner, CpuRunner)
+    return runner
+
+
+def _drafting(model: str, algorithm: str, lengths: DraftLengths | None = None) -> tuple[CpuRunner, _Noted]:
+    runner = _runner(model)
+    drafter = cpu_drafter(algorithm, runner, model)
+    assert isinstance(drafter, ModelDrafter)
+    noted = _Noted(drafter)
+    runner.verify(drafter, max_drafts=4, lengths=lengths)
+    return runner, noted
+
+
+def _world(runner: CpuRunner) -> World:
+    return World(runner=runner, num_slots=4, chunk_tokens=32, max_tokens_per_step=64)
+
+
+def _recite(world: World, model: str, number: int, *, max_tokens: int, seed: int | None = None) -> list[int]:
+    """One request alone, to its end."""
+    items = json.loads((MODELS / model / "recitations.json").read_text())
+    item = next(item for item in items if len(item["expected_ids"]) > 250 and number == 0)
+    sampling = Sampling(temperature=0.0 if seed is None else 1.0, seed=seed)
+    before = set(world.records)
+    world.submit(item["prompt_ids"], sampling=sampling, stop=Stop(max_tokens=max_tokens))
+    world.run(1)
+    (new,) = set(world.records) - before
+    return world.records[new].tokens
+
+
+def _shares(world: World) -> list[float]:
+    return [record.finished.accepted_tokens / record.finished.drafted_tokens for record in world.records.values()]
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_real_text_is_drafted_rightly(algorithm: str, model: str, seed: int | None) -> None:
+    """Greedy and, by the target's own noise, sampled."""
+    runner, noted = _drafting(model, algorithm)
+    world = _world(runner)
+    tokens = _recite(world, model, 0, max_tokens=120, seed=seed)
+    assert tokens == _recite(_world(_runner(model)), model, 0, max_tokens=120, seed=seed)
+    assert _shares(world)[0] > (0.5 if seed is None else 0.15)
+    # A step computes again what the verify before it confirmed, and the last token: no row twice but for that one.
+    assert max(noted.num_rows[3:]) <= 6
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_a_prefix_that_requests_share_is_shared_by_the_network(algorithm: str, model: str) -> None:
+    runner, noted = _drafting(model, algorithm)
+    world = _world(runner)
+    first = _recite(world, model, 0, max_tokens=60)
+    before = sum(noted.num_rows)
+    noted.num_rows.clear()
+    assert _recite(world, model, 0, max_tokens=60) == first
+    shares = _shares(world)
+    assert abs(shares[0] - shares[1]) < 0.1, "what is found in the cache is as good as what was computed"
+    assert sum(noted.num_rows) < before, "the prompt's rows were there"
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_kv_that_lapsed_is_rebuilt_when_drafts_pay_again(algorithm: str, model: str) -> None:
+    """Steps that do not draft leave gaps; the first that does closes them, at most so many tokens in one step."""
+    for num_plain in (40, MOST_BEHIND + 40):
+        runner, noted = _drafting(model, algorithm, _Switched(num_plain, 4))
+        world = _world(runner)
+        tokens = _recite(world, model, 0, max_tokens=num_plain + 80)
+        assert tokens == _recite(_world(_runner(model)), model, 0, max_tokens=num_plain + 80)
+        assert noted.num_rows and max(noted.num_rows) <= MOST_BEHIND + 1
+        assert max(noted.num_rows) >= min(num_plain - 8, MOST_BEHIND)
+        assert _shares(world)[0] > 0.5
+
+
+def test_a_broken_network_drafts_what_is_never_taken() -> None:
+    """Weights of NaN: drafts are ids all the same, and outputs are untouched."""
+    runner, _ = _drafting("tiny-llama", "standalone")
+    drafter = runner._drafter
+    assert isinstance(drafter, ModelDrafter)
+    drafter._model.logits = lambda output: np_nan(len(output), runner.vocab_size)  # type: ignore[method-assign]
+    world = _world(runner)
+    tokens = _recite(world, "tiny-llama", 0, max_tokens=40)
+    assert tokens == _recite(_world(_runner("tiny-llama")), "tiny-llama", 0, max_tokens=40)
+
+
+def np_nan(*shape: int):
+    import torch
+
+    return torch.from_numpy(np.full(shape, np.nan, np.float32))
+
+
+def _settings(**changes: object) -> WorkerSettings:
+    settings = {
+        "backend": Backend.CPU,
+        "model": MODELS / "tiny-llama",
+        "speculative_algorithm": SpeculativeAlgorithm.STANDALONE,
+        "num_pages": 64,
+        "cpu_threads": 1,
+        "max_total_len": 64,
+    }
+    return WorkerSettings(**(settings | changes))  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_draft_for_the_model_is_refused_with_its_name(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(MODELS / "tiny-llama", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(MeshError, match="another vocabulary than tiny-llama") as error:
+        load_model(_settings(speculative_draft_model_path=other))
+    assert error.value.reason == common_pb2.ERROR_REASON_INVALID_ARGUMENT
+    with pytest.raises(MeshError, match="is no folder"):
+        load_model(_settings(speculative_draft_model_path=tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "needs --speculative-draft-model-path"),
+        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_draft_model_path": MODELS}, "leave it out"),
+        ({"speculative_algorithm": SpeculativeAlgorithm.OFF, "speculative_draft_model_path": MODELS}, "one of ngram"),
+        ({"backend": Backend.CUDA, "speculative_draft_model_path": MODELS}, "for --backend cpu so far"),
+    ],
+)
+def test_flags_of_networks_that_do_not_combine_say_what_does(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _settings(**changes)
