@@ -65,6 +65,7 @@ class SchedulerMetrics:
         self._add("retracted", metrics.requests_retracted, counters.num_retracted)
         self._add("preempted", metrics.requests_preempted, counters.num_preempted)
         self._add("deduplications", metrics.prefix_deduplications, counters.num_prefix_deduplications)
+        self._add("held", metrics.prefills_held, counters.num_held_plans)
         self._add("rejected", metrics.requests_rejected, counters.num_rejected)
         self._add("stale", metrics.stale_results, counters.stale_results)
         self._add("violations", metrics.page_invariant_violations, counters.num_page_violations)

@@ -39,7 +39,7 @@ NUM_TOKENS = 40
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     runner = load_cpu_runner(MODEL, num_pages=1024, threads=4)
-    runner.mask_wait_s = 60.0
+    runner.mask_wait_s = None
     run = GuidedRun(runner, SOURCES, SAMPLINGS)
     run.run(NUM_TOKENS, lag=0)
     return [cut(tokens, NUM_TOKENS) for tokens in run.tokens]

@@ -74,8 +74,9 @@ class Guided:
         runner = load_cpu_runner(MODEL, num_pages=4 * PAGES, threads=1)
         assert isinstance(runner, CpuRunner)
         self.runner = runner
-        # Steps follow each other at once here, on a machine that may be busy.
-        runner.mask_wait_s = 30.0
+        # Every step waits for its masks, as long as it takes: with a bound nobody waits for an output of which one mask
+        # took a thread more than 5 ms of CPU, as on a busy machine, and its steps yield nothing.
+        runner.mask_wait_s = None
         self.generation = 0
         self.num_steps = 0
 

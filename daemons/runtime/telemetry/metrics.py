@@ -185,6 +185,11 @@ class Metrics:
             "Times a request waited for a prefix that another computed, instead of computing it too.",
             deprecated="radixmesh_requests_held_back_total",
         )
+        self.prefills_held = make.counter(
+            "radixmesh_prefills_held_total",
+            by,
+            "Steps that admitted nobody, so that prompts of several data-parallel ranks begin together.",
+        )
         self.queued_tokens = make.gauge("radixmesh_queued_tokens", by, "Tokens of requests that wait.")
         self.decode_reserve_tokens = make.gauge(
             "radixmesh_decode_reserve_tokens",

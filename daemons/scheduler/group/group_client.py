@@ -92,6 +92,11 @@ class GroupClient:
         self.identity = common_pb2.ModelIdentity()
         """Of the model that the group serves, as last seen."""
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the workers by rank."""
+        return self._addresses
+
     async def claim(self) -> ClaimedGroup:
         """Returns once the group is ours, however long that takes."""
         backoff = _FIRST_BACKOFF_S

@@ -163,7 +163,7 @@ class Guide:
                 return None
             return self._matcher, self._pending.pop()
 
-    def place(self) -> tuple[MaskMemory | None, int, int]:
+    def mask_location(self) -> tuple[MaskMemory | None, int, int]:
         """Behind take_one(): the memory, its row and the position of the mask behind that token."""
         return self._sink.memory, self._sink.row, self._position + 1
 

@@ -49,11 +49,11 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     except Exception as error:  # Matchers may be anywhere now: none of them goes on.
         errors = [error] * len(taken)
     chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
-    places = [guides[index].place() for index in chosen]
-    memory = places[0][0] if places else None
-    is_direct = memory is not None and all(place[0] is memory for place in places)
+    locations = [guides[index].mask_location() for index in chosen]
+    memory = locations[0][0] if locations else None
+    is_direct = memory is not None and all(location[0] is memory for location in locations)
     if memory is not None and is_direct:
-        words, rows = memory.all_words, [row for _, row, _ in places]
+        words, rows = memory.all_words, [row for _, row, _ in locations]
     else:
         words, rows = np.empty((len(chosen), guides[0].num_words), np.int32), list(range(len(chosen)))
     if chosen:
@@ -62,7 +62,7 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     is_suspect = took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides)
     published: set[int] = set()
     if memory is not None and is_direct:
-        published = _publish_together(memory, chosen, places, errors)
+        published = _publish_together(memory, chosen, locations, errors)
     masks = dict(zip(chosen, rows, strict=True))
     again: list[Guide] = []
     for index, guide in enumerate(guides):
@@ -94,15 +94,15 @@ def _fill_together(
 def _publish_together(
     memory: MaskMemory,
     chosen: Sequence[int],
-    places: Sequence[tuple[MaskMemory | None, int, int]],
+    locations: Sequence[tuple[MaskMemory | None, int, int]],
     errors: Sequence[Exception | None],
 ) -> set[int]:
     """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
     # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
-    heads: MaskWords = np.bitwise_or.reduce(memory.all_words[[row for _, row, _ in places], :_HEAD_WORDS], axis=1)
+    heads: MaskWords = np.bitwise_or.reduce(memory.all_words[[row for _, row, _ in locations], :_HEAD_WORDS], axis=1)
     good = [
         (index, row, position)
-        for index, (_, row, position), is_allowing in zip(chosen, places, heads.tolist(), strict=True)
+        for index, (_, row, position), is_allowing in zip(chosen, locations, heads.tolist(), strict=True)
         if is_allowing and errors[index] is None
     ]
     memory.publish([row for _, row, _ in good], [position for _, _, position in good])
