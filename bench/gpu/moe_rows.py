@@ -45,7 +45,7 @@ _SHAPES = {
 }
 _CONFIGS = tuple(
     RowExpertsConfig(gate_up_columns=sizes[0], gate_up_warps=sizes[1], down_columns=sizes[2], down_warps=sizes[3])
-    for sizes in ((4, 4, 4, 2), (2, 4, 2, 2), (4, 8, 4, 4), (2, 8, 2, 4), (2, 2, 2, 1), (8, 8, 8, 4), (1, 4, 4, 1))
+    for sizes in ((2, 4, 2, 2), (2, 2, 2, 2), (1, 2, 2, 1), (2, 2, 1, 1), (2, 4, 2, 1), (2, 2, 4, 1))
 )
 _TURNS, _EPS = 8, 1e-6
 

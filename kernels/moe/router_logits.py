@@ -25,12 +25,13 @@ class _Tile(NamedTuple):
     rows: int
     experts: int
     depth: int
+    parts: int
     num_warps: int
     num_stages: int
 
 
 # Steps of a decode fill few tiles: these are small, so that more SMs share the work.
-_SMALL, _LARGE = _Tile(16, 16, 128, 2, 4), _Tile(64, 32, 64, 4, 3)
+_SMALL, _LARGE = _Tile(16, 16, 32, 8, 8, 4), _Tile(64, 32, 32, 2, 4, 3)
 
 
 @triton.jit
@@ -62,22 +63,25 @@ def _router_logits_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_logits_tile_kernel(
     x_ptr, w_ptr, out_ptr, num_rows, x_stride, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    depth = tl.arange(0, BLOCK_K)
-    row_mask, expert_mask = (rows < num_rows)[:, None], (experts < E)[None, :]
-    x_at = x_ptr + rows[:, None] * x_stride + depth[None, :]
-    w_at = w_ptr + experts[None, :] * D + depth[:, None]
-    sums = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    for start in range(0, D, BLOCK_K):
-        in_row = depth < D - start
-        x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
-        w = tl.load(w_at + start, mask=in_row[:, None] & expert_mask, other=0.0)
+    # Parts of the depth are summed by different warps: one sum over all of it is a long chain of dependent products.
+    part: tl.constexpr = (D + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    starts, depth = tl.arange(0, PARTS) * part, tl.arange(0, BLOCK_K)
+    features = starts[:, None] + depth[None, :]
+    row_mask, expert_mask = (rows < num_rows)[None, :, None], (experts < E)[None, None, :]
+    x_at = x_ptr + rows[None, :, None] * x_stride + features[:, None, :]
+    w_at = w_ptr + experts[None, None, :] * D + features[:, :, None]
+    sums = tl.zeros((PARTS, BLOCK_T, BLOCK_E), tl.float32)
+    for start in range(0, part, BLOCK_K):
+        in_row = features < D - start
+        x = tl.load(x_at + start, mask=row_mask & in_row[:, None, :], other=0.0)
+        w = tl.load(w_at + start, mask=in_row[:, :, None] & expert_mask, other=0.0)
         if x.dtype == w.dtype:
             sums = tl.dot(x, w, sums, input_precision="ieee")
         else:
@@ -87,7 +91,9 @@ def _router_logits_tile_kernel(
             upper = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
             sums = tl.dot(x, w - upper, sums, input_precision="tf32")
             sums = tl.dot(x, upper, sums, input_precision="tf32")
-    tl.store(out_ptr + rows[:, None] * E + experts[None, :], sums, mask=row_mask & expert_mask)
+    total = tl.sum(sums, axis=0)
+    out_at = out_ptr + rows[:, None] * E + experts[None, :]
+    tl.store(out_at, total, mask=(rows < num_rows)[:, None] & (experts < E)[None, :])
 
 
 def router_logits(
@@ -120,7 +126,7 @@ def router_logits(
     tile = _LARGE if num_rows >= _MANY_ROWS and not is_deterministic else _SMALL
     _router_logits_tile_kernel[(triton.cdiv(num_experts, tile.experts), triton.cdiv(num_rows, tile.rows))](
         x_TD, w_ED, out_TE, num_rows, x_TD.stride(0), D=hidden, E=num_experts, BLOCK_T=tile.rows,
-        BLOCK_E=tile.experts, BLOCK_K=tile.depth, PDL=use_pdl, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_E=tile.experts, BLOCK_K=tile.depth, PARTS=tile.parts, PDL=use_pdl, num_warps=tile.num_warps, num_stages=tile.num_stages,
         launch_pdl=use_pdl,
     )  # fmt: skip
     return out_TE
