@@ -126,8 +126,8 @@ def router_logits(
     tile = _LARGE if num_rows >= _MANY_ROWS and not is_deterministic else _SMALL
     _router_logits_tile_kernel[(triton.cdiv(num_experts, tile.experts), triton.cdiv(num_rows, tile.rows))](
         x_TD, w_ED, out_TE, num_rows, x_TD.stride(0), D=hidden, E=num_experts, BLOCK_T=tile.rows,
-        BLOCK_E=tile.experts, BLOCK_K=tile.depth, PARTS=tile.parts, PDL=use_pdl, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        launch_pdl=use_pdl,
+        BLOCK_E=tile.experts, BLOCK_K=tile.depth, PARTS=tile.parts, PDL=use_pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return out_TE
 
