@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,13 +48,9 @@ _SHAPES = {
     "qwen3-30b-a3b": _Shape(2048, 768, 128, RouterRule(num_picks=8, is_normalised=True)),
     "deepseek-v2-lite": _Shape(2048, 1408, 64, RouterRule(num_picks=6)),
 }
-# Columns, depth, warps, stages of a program; whether its products are swapped.
+# Columns, depth, warps, stages of a program.
 _SMALL = ((32, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3), (32, 256, 4, 3))
 _LARGE = ((64, 64, 4, 4), (128, 64, 8, 3), (64, 64, 8, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3))
-_SWAPPED = (
-    (64, 64, 4, 5, True), (128, 64, 4, 4, True), (64, 128, 4, 2, True), (128, 64, 8, 4, True), (64, 128, 4, 4, True),
-    (128, 128, 4, 3, True), (64, 128, 4, 3), (128, 128, 4, 3),
-)  # fmt: skip
 
 
 class _Layer:
@@ -163,40 +158,20 @@ def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
         "default": {"config": str(default), **layer.figures(micros(layer.whole(default), layer.num_turns))},
         "best": {"config": str(best), **layer.figures(micros(layer.whole(best), layer.num_turns))},
         "default_pdl": layer.figures(micros(layer.whole(default, use_pdl=True), layer.num_turns)),
-        "best_pdl": layer.figures(micros(layer.whole(best, use_pdl=True), layer.num_turns)),
-        "best_pdl_prefetched": {
-            str(lines): layer.figures(micros(layer.whole(_prefetching(best, lines), use_pdl=True), layer.num_turns))
-            for lines in (4, 8, 16)
-        },
         "parts_us": {name: round(us, 2) for name, us in parts.items()},
         "tried_us": tried,
     }
 
 
-def _prefetching(config: ExpertsConfig, lines: int) -> ExpertsConfig:
-    return replace(config, down=replace(config.down, prefetched_lines=lines))
-
-
 def _tile_rows(layer: _Layer) -> tuple[int, ...]:
     average = layer.num_pairs / layer.shape.num_experts
-    return (
-        (16,)
-        if average <= 4
-        else (16, 32)
-        if average <= 16
-        else (32,)
-        if average <= 28
-        else (32, 64)
-        if average <= 48
-        else (64, 128)
-    )
+    return (16,) if average <= 4 else (16, 32) if average <= 16 else (32, 64) if average <= 48 else (64, 128)
 
 
-def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[str, tuple[int, ...]], float]:
+def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[str, tuple[int, int, int, int]], float]:
     """Microseconds of a part in a block; those that the GPU has no room for are left out."""
-    times_us: dict[tuple[str, tuple[int, ...]], float] = {}
-    swapped = _SWAPPED if 8 < layer.num_pairs / layer.shape.num_experts <= 64 else ()
-    for block in swapped or (_SMALL if tile_rows <= 32 else _LARGE):
+    times_us: dict[tuple[str, tuple[int, int, int, int]], float] = {}
+    for block in _SMALL if tile_rows <= 32 else _LARGE:
         if time.monotonic() > deadline:
             break
         config = GroupedConfig(*block)

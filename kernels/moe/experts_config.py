@@ -15,16 +15,12 @@ _MEASURED = (
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """columns and depth: of a program's block of a weight, gate and up of so many columns each. is_swapped: columns
-    take the place of rows in the products of tensor cores, which take 64 of them at once, whatever a tile's rows."""
+    """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
 
     columns: int
     depth: int
     num_warps: int
     num_stages: int
-    is_swapped: bool = False
-    prefetched_lines: int = 0
-    """Of 128 bytes, at the start of each of down's columns: on their way before gate and up have ended, with PDL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

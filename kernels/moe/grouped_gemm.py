@@ -9,7 +9,6 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,21 +48,11 @@ def _clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
 
 
-@triton.jit
-def _dot(x, w, sums, PRECISION: tl.constexpr, IS_SWAPPED: tl.constexpr):
-    """sums + x @ w, or its transpose."""
-    if IS_SWAPPED:
-        sums = tl.dot(tl.trans(w), tl.trans(x), sums, input_precision=PRECISION)
-    else:
-        sums = tl.dot(x, w, sums, input_precision=PRECISION)
-    return sums
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x_ptr, w_ptr, bias_ptr, weights_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride,
     bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, IS_SWAPPED: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none.
     if PDL:
@@ -81,21 +70,18 @@ def _gate_up_kernel(
         gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         if weights_ptr is not None:
             scale = tl.load(weights_ptr + pairs, mask=pairs < num_pairs, other=0.0)[:, None]
-        gate_sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
-        up_sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
+        gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
+        up_sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            # Constants where blocks fill the depth: loads are not masked along it then.
-            in_row = (depth < K - start) | (K % BLOCK_K == 0)
+            in_row = depth < K - start
             x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
             if weights_ptr is not None:
                 x = (x.to(tl.float32) * scale).to(x.dtype)
             w_mask = in_row[:, None] & column_mask
             gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
             up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
-            gate_sums = _dot(x, gate, gate_sums, PRECISION, IS_SWAPPED)
-            up_sums = _dot(x, up, up_sums, PRECISION, IS_SWAPPED)
-        if IS_SWAPPED:
-            gate_sums, up_sums = tl.trans(gate_sums), tl.trans(up_sums)
+            gate_sums = tl.dot(x, gate, gate_sums, input_precision=PRECISION)
+            up_sums = tl.dot(x, up, up_sums, input_precision=PRECISION)
         if bias_ptr is not None:
             bias_at = bias_ptr + expert * bias_stride + columns
             gate_sums += tl.load(bias_at, mask=columns < F, other=0.0).to(tl.float32)[None, :]
@@ -108,30 +94,15 @@ def _gate_up_kernel(
         tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
 
 
-@triton.jit
-def _prefetch(at):
-    """Bytes at these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     h_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, bias_stride, D,
     K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    IS_SWAPPED: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
-        if LINES > 0:
-            # The kernel ahead let this one start when it had waited for the tiles itself: they are there.
-            owner = tl.load(tile_experts_ptr + tile, cache_modifier=".cg").to(tl.int64)
-            if owner >= 0:
-                line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-                rows = tl.minimum(columns, D - 1).to(tl.int64)
-                _prefetch(w_ptr + owner * w_stride + rows[:, None] * K + tl.minimum(line, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
@@ -142,14 +113,12 @@ def _down_kernel(
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + slots)[:, None] * K + depth[None, :]
         w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
-        sums = tl.zeros((BLOCK_N, R) if IS_SWAPPED else (R, BLOCK_N), tl.float32)
+        sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
-            in_row = (depth < K - start) | (K % BLOCK_K == 0)
+            in_row = depth < K - start
             h = tl.load(h_at + start, mask=row_mask & in_row[None, :], other=0.0)
             w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
-            sums = _dot(h, w, sums, PRECISION, IS_SWAPPED)
-        if IS_SWAPPED:
-            sums = tl.trans(sums)
+            sums = tl.dot(h, w, sums, input_precision=PRECISION)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=columns < D, other=0.0)
             sums += bias.to(tl.float32)[None, :]
@@ -188,14 +157,12 @@ def routed_experts(
     config: ExpertsConfig | None = None,
     variant: ExpertVariant = SWIGLU,
     use_pdl: bool = False,
-    before_sum: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
-    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`. `before_sum`: called
-    before the launch that reads the residual, which then waits for all work that the stream is made to wait for.
+    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -212,9 +179,7 @@ def routed_experts(
     num_pairs = num_rows * num_picks
     gated = gate_up_silu(x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl)
     results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
-    if before_sum is not None:
-        before_sum()
-    combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl and before_sum is None)
+    combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
     return out
 
 
@@ -239,8 +204,8 @@ def gate_up_silu(
         x_TD, w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N,
         num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F), mlp, A=tiles.num_picks,
         K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(x_TD),
-        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, IS_SWAPPED=config.is_swapped, PDL=use_pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
+        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, PDL=use_pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return gated_NRF
 
@@ -262,9 +227,8 @@ def down(
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
         gated_NRF, w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
         w_down_EDF.stride(0), _stride(b_down_ED), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns,
-        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), IS_SWAPPED=config.is_swapped,
-        LINES=config.prefetched_lines, PDL=use_pdl, num_warps=config.num_warps, num_stages=config.num_stages,
-        launch_pdl=use_pdl,
+        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), PDL=use_pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return results_PD
 

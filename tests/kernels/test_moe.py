@@ -173,8 +173,8 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
 def test_a_configuration_changes_nothing_but_time() -> None:
     x_TD, routes, w_gate_up, w_down = _operands(23, 5, 3, 96, 64, torch.float32)
     want = routed_experts_reference(x_TD, routes, w_gate_up, w_down)
-    for tile_rows, columns, depth, is_swapped in ((16, 32, 32, True), (32, 64, 16, False), (64, 16, 128, True)):
-        block = GroupedConfig(columns=columns, depth=depth, num_warps=4, num_stages=2, is_swapped=is_swapped)
+    for tile_rows, columns, depth in ((16, 32, 32), (32, 64, 16), (64, 16, 128)):
+        block = GroupedConfig(columns=columns, depth=depth, num_warps=4, num_stages=2)
         config = ExpertsConfig(tile_rows=tile_rows, gate_up=block, down=block)
         got = routed_experts(x_TD, routes, w_gate_up, w_down, config=config)
         torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, 160, float(want.abs().max())))

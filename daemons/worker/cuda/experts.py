@@ -6,7 +6,6 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
@@ -22,15 +21,8 @@ class Experts(ABC):
     """All experts of a layer on the device. Work goes to the current stream and may be captured."""
 
     @abstractmethod
-    def add_to(
-        self,
-        residual_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        before_sum: Callable[[], None] | None = None,
-    ) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place. before_sum: called
-        before the work that reads or writes the residual."""
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
 
 
 class PlainExperts(Experts):
@@ -42,15 +34,8 @@ class PlainExperts(Experts):
         self._ops, self._w_gate_up_E2FD, self._w_down_EDF = ops, w_gate_up_E2FD, w_down_EDF
         self._variant = variant
 
-    def add_to(
-        self,
-        residual_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        before_sum: Callable[[], None] | None = None,
-    ) -> None:
-        weights = self._w_gate_up_E2FD, self._w_down_EDF
-        self._ops.add_experts(residual_TD, x_TD, routes, *weights, self._variant, before_sum)
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
 
 
 class RowExperts:
@@ -88,13 +73,5 @@ class Fp8Experts(Experts):
     def __init__(self, ops: Fp8Ops, weights: QuantizedExperts) -> None:
         self._ops, self._weights = ops, weights
 
-    def add_to(
-        self,
-        residual_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        routes: Routes,
-        before_sum: Callable[[], None] | None = None,
-    ) -> None:
-        if before_sum is not None:
-            before_sum()
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self._ops.add_experts(residual_TD, x_TD, routes, self._weights)

@@ -6,7 +6,6 @@ Legend: T rows, D hidden size, N features out, K features in, H heads, d head_di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
@@ -43,7 +42,6 @@ from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 # Rows up to which the project's kernels by head are taken; libraries compute more of them. Not measured.
 _FEW_ROWS = 32
-_MAX_ROWS_BESIDE = 512
 
 
 class Ops(ABC):
@@ -95,12 +93,6 @@ class Ops(ABC):
             return gated_TF
         return self.silu_mul(DeferredNormGemm(self.gemm.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
 
-    def beside(self, work: Callable[[], None], num_rows: int) -> Callable[[], None] | None:
-        """Launches work on so many rows, which goes on beside what is launched next until the returned function is
-        called: what comes after that call comes after the work. None: it is in order as all else is."""
-        work()
-        return None
-
     def mla_rows(
         self,
         q_THY: torch.Tensor,
@@ -133,12 +125,8 @@ class Ops(ABC):
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
         variant: ExpertVariant = SWIGLU,
-        before_sum: Callable[[], None] | None = None,
     ) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place. before_sum: called
-        before the work that reads the residual."""
-        if before_sum is not None:
-            before_sum()
+        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
         residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant))
         self.gemm.changed()
 
@@ -205,8 +193,7 @@ class TritonOps(Ops):
 
     is_deterministic: GEMMs are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
-    gemm: backend for more than max_fused_rows rows; None: torch. side_stream: where work goes that may run beside other
-    work; None: there is no such work.
+    gemm: backend for more than max_fused_rows rows; None: torch.
     """
 
     def __init__(
@@ -216,9 +203,7 @@ class TritonOps(Ops):
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
         gemm: GemmBackend | None = None,
-        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._side_stream = side_stream
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._is_deterministic = is_deterministic
@@ -231,17 +216,6 @@ class TritonOps(Ops):
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
-
-    def beside(self, work: Callable[[], None], num_rows: int) -> Callable[[], None] | None:
-        side = self._side_stream
-        # Memory of one stream is not reused by another: that of many rows would be missed.
-        if side is None or num_rows > _MAX_ROWS_BESIDE:
-            return super().beside(work, num_rows)
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            work()
-        return lambda: current.wait_stream(side)
 
     def mla_rows(
         self,
@@ -274,7 +248,6 @@ class TritonOps(Ops):
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
         variant: ExpertVariant = SWIGLU,
-        before_sum: Callable[[], None] | None = None,
     ) -> None:
         routed_experts(
             x_TD,
@@ -286,7 +259,6 @@ class TritonOps(Ops):
             config=self._experts_config,
             variant=variant,
             use_pdl=self._use_pdl and len(x_TD) > 1,
-            before_sum=before_sum,
         )
         self.gemm.changed()
 

@@ -6,7 +6,6 @@ Legend: T rows, D hidden size, E experts. Weights are [out, in].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -58,15 +57,13 @@ class RoutedMlp(Mlp):
             self._run_rows(self.row_experts, rows_TD)
             return
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        joined = None
-        if self.shared is not None:
-            # Beside the choice of experts, which leaves most of the device idle.
-            joined = ops.beside(partial(self._add_shared, self.shared, residual, normed_TD), len(rows_TD))
         logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
         if self.b_logits_E is not None:
             logits_TE += self.b_logits_E
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
-        self.experts.add_to(rows_TD, normed_TD, routes, joined)
+        if self.shared is not None:
+            self._add_shared(self.shared, residual, normed_TD)
+        self.experts.add_to(rows_TD, normed_TD, routes)
 
     def _run_rows(self, experts: RowExperts, rows_TD: torch.Tensor) -> None:
         """The norm is part of each kernel that reads the rows."""
