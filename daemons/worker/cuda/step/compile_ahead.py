@@ -67,7 +67,7 @@ class _Compilers(ThreadPoolExecutor):
 
         def compile_whole() -> object:
             kernel = fn()
-            # What fails here fails at the first launch again, and is said there.
+            # A failure comes again at the first launch, and is said there.
             with suppress(Exception):
                 if self._device is not None:
                     torch.cuda.set_device(self._device)
