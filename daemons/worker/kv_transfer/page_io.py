@@ -84,8 +84,8 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
 
 def _places(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:
     at = np.arange(first, first + num, dtype=np.int32)
-    places: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
-    return places
+    indexes: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
+    return indexes
 
 
 def _are_pages(executor: StepExecutor, pages: IntArray) -> bool:
