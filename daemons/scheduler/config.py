@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
@@ -24,6 +25,14 @@ _AT_LEAST_ONE = (
     "inflight_prefix_min_tokens",
     "low_latency_max_tokens",
 )
+
+
+class Role(StrEnum):
+    """As `radixmesh.scheduler.v1.SchedulerRole`."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,10 @@ class SchedulerSettings(CommonSettings):
     expert_balance_threshold: float = setting(0.8, "experts move between ranks while balancedness (mean over most of "
         "the ranks' work) is below; 0: never")  # fmt: skip
     expert_balance_interval_s: float = setting(60.0, "seconds from one look at balancedness to the next")
+    role: Role = setting(Role.BOTH, "part in disaggregated prefill and decode: prefill (computes prompts for others), "
+        "decode (takes their KV), or both (whole requests, no transfers)")  # fmt: skip
+    transfer_timeout_s: float = setting(3.0, "seconds without progress after which a request computes the KV that it "
+        "waits for")  # fmt: skip
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -111,6 +124,10 @@ class SchedulerSettings(CommonSettings):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
 
+        if self.role is not Role.BOTH and self.cache == "none":
+            raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
+        if self.transfer_timeout_s <= 0:
+            raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
         check_cache_choice(self.cache, self.eviction)
 
     @property
@@ -140,5 +157,6 @@ class SchedulerSettings(CommonSettings):
             ),
             prefill_align_steps=self.prefill_align_steps,
             balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
+            transfer_timeout_s=self.transfer_timeout_s,
             check_invariants=self.check_invariants,
         )

@@ -20,6 +20,8 @@ from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
+from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
 # Upper bound of sequences that wait for a prefix at a time: more could not all run next anyway.
 _MAX_WAITING = 256
@@ -50,6 +52,8 @@ class Prefill:
         counters: PlannerCounters,
         observer: SequenceObserver,
         grammars: GrammarGate,
+        arrivals: KvArrivals,
+        handovers: KvHandovers,
     ) -> None:
         self._observer = observer
         self._limits = limits
@@ -57,6 +61,8 @@ class Prefill:
         self._decode_reserve = decode_reserve
         self._counters = counters
         self._grammars = grammars
+        self._arrivals = arrivals
+        self._handovers = handovers
         self._inflight_prefixes = InflightPrefixes(
             queue,
             counters,
@@ -156,6 +162,8 @@ class Prefill:
             return False
         if sequence.submission.grammar is not None and not self._grammars.may_pass(sequence):
             return True
+        if sequence.submission.transfer_id and not self._arrivals.may_pass(sequence):
+            return True
         if table.num_ranks == 1:
             return table.num_running < limits.max_running_of_rank and self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
@@ -189,6 +197,7 @@ class Prefill:
         slot = state.table.take(sequence, cached_len, rank)
         state.ranks[rank].attach(slot, match)
         sequence.lifecycle = Lifecycle.RUNNING
+        self._handovers.admitted(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(cached_len, sequence.prompt_len)
         self._counters.admitted(sequence.total_len, cached_len)

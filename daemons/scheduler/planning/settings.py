@@ -51,6 +51,8 @@ class PlannerSettings:
     """Way to experts that are divided among ranks."""
     balance: BalanceSettings = BalanceSettings()
     """When experts move between ranks."""
+    transfer_timeout_s: float = 3.0
+    """A request waits so long for KV from elsewhere that makes no progress."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 
