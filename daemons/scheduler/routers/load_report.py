@@ -86,6 +86,10 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         cache_revision=planner.cache_feed.revision,
         expert_balancedness=counters.expert_load.balancedness,
         num_expert_placements=planner.experts.num_placed,
+        num_kv_arrived=planner.arrivals.num_arrived,
+        num_kv_failed=planner.arrivals.num_failed,
+        num_kv_handed_over=planner.handovers.num_started,
+        num_kv_arriving=len(planner.arrivals),
     )
     if planner.state is not None:
         counts = planner.state.page_counts()

@@ -139,6 +139,7 @@ class KvArrivals:
         arrival = self._arrivals.get(transfer_id)
         if arrival is not None:
             arrival.lease_until = max(arrival.lease_until, now + min(lease_s, MAX_LEASE_S))
+            arrival.heard_at = now  # The router says so while the prefill lives.
 
     def cancel(self, state: EpochState, transfer_id: str) -> None:
         """Nothing will come. Unknown ids are fine."""

@@ -426,7 +426,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements", "num_kv_arrived", "num_kv_failed", "num_kv_handed_over", "num_kv_arriving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -447,6 +447,10 @@ class GetStateResponse(_message.Message):
     CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVING_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
     depth: int
@@ -467,4 +471,8 @@ class GetStateResponse(_message.Message):
     cache_revision: int
     expert_balancedness: float
     num_expert_placements: int
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ...) -> None: ...
+    num_kv_arrived: int
+    num_kv_failed: int
+    num_kv_handed_over: int
+    num_kv_arriving: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ..., num_kv_arrived: _Optional[int] = ..., num_kv_failed: _Optional[int] = ..., num_kv_handed_over: _Optional[int] = ..., num_kv_arriving: _Optional[int] = ...) -> None: ...
