@@ -127,6 +127,23 @@ async def test_the_output_is_one_groups(backend: str, sizes: tuple[int, int]) ->
         await until(both.is_clean)
 
 
+async def test_all_outputs_of_a_request_wait_for_one_transfer() -> None:
+    async with pair() as both:
+        expected = await alone(both)
+        result = await both.reserve()
+        client = both.clients[1]
+        handles = [
+            await client.submit(PROMPT, max_tokens=NUM_OUT, transfer_id="t", request_id="n", index=index)
+            for index in range(3)
+        ]
+        await until(lambda: both.planner(1).num_live == 3)
+        await both.prefill(result.target)
+        for seen in await client.over(*handles, timeout_s=TIMEOUT_S):
+            assert seen.tokens == expected and seen.finished.usage.cached_tokens == 48
+        assert both.planner(1).counters.prefilled_tokens == 3, "the last token of the prompt, for each"
+        await until(both.is_clean)
+
+
 async def test_only_what_the_decode_side_lacks_is_sent() -> None:
     async with pair(sizes=(16, 1)) as both:
         handle = await both.clients[1].submit(PROMPT[:20], max_tokens=1)
