@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -48,7 +49,7 @@ def compiled(kernel: JITFunction, args: tuple, kwargs: dict) -> CompiledKernel:
         is_aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
         if is_aligned and is_specialised and not param.do_not_specialize_on_alignment:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -152,8 +153,15 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
         )
         decode_attention.plan_decode(ints, workspace, use_pdl=True)
         mla_decode.mla_decode(q, pool, tables, ints, ints, 1, 0.1, workspace, use_pdl=True)
-    shared = mla_decode.mla_shared_workspace(rows, heads, rank, "cpu", dtype)
-    if shared is not None:
+        if dtype.itemsize == 2 and heads >= 64:
+            workspace = mla_decode.mla_decode_workspace(
+                rows, heads, rank, "cpu", dtype, mla_decode.SM90_CONFIG, is_batch_invariant=is_batch_invariant
+            )
+            mla_decode.mla_decode(q, pool, tables, ints, ints, 1, 0.1, workspace, use_pdl=True)
+    for config in (None, mla_decode.SM90_CONFIG) if dtype.itemsize == 2 else (None,):
+        shared = mla_decode.mla_shared_workspace(rows, heads, rank, "cpu", dtype, config)
+        if shared is None:
+            break
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     starts = torch.zeros(rows + 1).int()
