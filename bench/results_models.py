@@ -40,9 +40,8 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
         "",
         *table(["shape", "workload", "tokens/s", "vLLM 0.22.1", "ratio", "of the roofline", "idle"], rows),
         "",
-        "Microseconds of a step, by part, under the profiler:",
-        "",
-        *table(["shape", "workload", *_PARTS], parts),
+        *(["Microseconds of a step, by part, under the profiler:", ""] if parts else []),
+        *(table(["shape", "workload", *_PARTS], parts) if parts else []),
         *(["", "Until the worker serves:", ""] if starts else []),
         *(table(["shape", "start", "weights", "in use before KV pages and graphs"], starts) if starts else []),
     ]
