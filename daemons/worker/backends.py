@@ -250,6 +250,8 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
     _add_sampling_defaults(settings, identity)
     grammars = _grammars(folder, settings.grammar_backend) if runner.takes_grammars else None
     identity.grammar_format = "" if grammars is None else grammars.format
+    if grammars is not None:
+        grammars.prepare()
     return LoadedModel(runner=runner, identity=identity, grammars=grammars)
 
 
