@@ -227,7 +227,7 @@ class Guide:
             first = chain_behind(*parts, tokens, self._chain, 0, len(sink.words))
             if not first.masks[0].any():
                 raise stuck()
-            # What is known at once is wanted at once: the next step is on its way.
+            # Known masks are wanted at once: the next step is on its way.
             sink.publish_chain(self._position, np.stack(first.masks), first.forced)
             self._chain = chain_behind(*parts, (), first, sink.max_forced, len(sink.words))
             if len(self._chain.forced) > len(first.forced):
