@@ -24,10 +24,15 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
             figures = [f"{run['out_tok_s']:,.0f}", f"{peer:,}", f"{run['out_tok_s'] / peer:.2f}"]
             rows.append([shape, name, *figures, f"{run['roofline_share']:.0%}", idle])
     parts = [
-        [shape, *(f"{run['us_per_step'].get(part, 0):,.0f}" for part in _PARTS)]
+        [shape, workload, *(f"{run['us_per_step'].get(part, 0):,.0f}" for part in _PARTS)]
         for shape, runs in got["shapes"].items()
         for entry in runs["where"]
-        for run in (entry["single-stream"],)
+        for workload, run in entry.items()
+    ]
+    starts = [
+        [shape, f"{runs['start_s']:.0f} s", *(f"{runs['memory'][field] / 2**30:.1f} GiB" for field in _MEMORY)]
+        for shape, runs in got["shapes"].items()
+        if "memory" in runs
     ]
     return [
         *("## Latent attention and routed experts", ""),
@@ -35,12 +40,14 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
         "",
         *table(["shape", "workload", "tokens/s", "vLLM 0.22.1", "ratio", "of the roofline", "idle"], rows),
         "",
-        "Microseconds of a step of one row, by part, under the profiler:",
-        "",
-        *table(["shape", *_PARTS], parts),
+        *(["Microseconds of a step, by part, under the profiler:", ""] if parts else []),
+        *(table(["shape", "workload", *_PARTS], parts) if parts else []),
+        *(["", "Until the worker serves:", ""] if starts else []),
+        *(table(["shape", "start", "weights", "in use before KV pages and graphs"], starts) if starts else []),
     ]
 
 
+_MEMORY = ("weights_bytes", "used_bytes")
 _PARTS = ("experts", "gemm", "attention of decodes", "expansions of latents", "routing of rows to experts", "idle")
 
 
