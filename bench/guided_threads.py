@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
@@ -58,6 +60,13 @@ def random_text(grammar: CompiledGrammar, num_tokens: int, vocab_size: int, seed
     return tokens
 
 
+class _Pinned(HostDevice):
+    """Memory as a GPU reads it."""
+
+    def host_ints(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+
 class Parts:
     """CPU seconds of the library's calls on whatever thread made them."""
 
@@ -81,8 +90,24 @@ class Parts:
         return timed
 
 
+def use_native_threads(num: int) -> None:
+    """One thread for all rows, and so many of the library's own for their masks."""
+    import xgrammar
+
+    from radixmesh.daemons.runtime.guided import xgrammar_backend
+    from radixmesh.daemons.worker.guided import mask_filler
+
+    xgrammar_backend._BATCH = xgrammar.BatchGrammarMatcher(max_threads=num)
+    mask_filler._MIN_GROUP = mask_filler._MAX_GROUP = 1 << 20
+
+
 def measured(
-    num_rows: int, num_tokens: int, vocab_size: int, texts: Path | None, num_threads: int | None
+    num_rows: int,
+    num_tokens: int,
+    vocab_size: int,
+    texts: Path | None,
+    num_threads: int | None,
+    is_pinned: bool = False,
 ) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -101,7 +126,12 @@ def measured(
             np.save(texts, tokens)
     parts = Parts(type(grammar.matcher()))
     store = GrammarStore(backend.format, lambda: backend)
-    masks = SlotMasks(HostDevice(), num_slots=num_rows, max_rows=num_rows, vocab_size=vocabulary.vocab_size)
+    masks = SlotMasks(
+        _Pinned() if is_pinned else HostDevice(),
+        num_slots=num_rows,
+        max_rows=num_rows,
+        vocab_size=vocabulary.vocab_size,
+    )
     guides = SlotGuides(vocabulary.vocab_size)
     guides._filler = MaskFiller(num_threads)
     for slot in range(num_rows):
@@ -112,13 +142,13 @@ def measured(
     # The first tokens find the guides as their grammar's loading left them.
     warm = min(8, tokens.shape[1] // 4)
     follow_s = wall_s = 0.0
-    threads_s, switches = _thread_seconds(), 0
+    threads_s, switches, system_s = _thread_seconds(), 0, 0.0
     for step in range(tokens.shape[1]):
         if step == warm:
             parts.seconds.clear()
             parts.calls.clear()
             switches = _thread_switches()
-            threads_s, follow_s, wall_s = _thread_seconds(), 0.0, 0.0
+            threads_s, follow_s, wall_s, system_s = _thread_seconds(), 0.0, 0.0, _system_seconds()
         of_step = [(slot, (token,)) for slot, token in enumerate(tokens[:, step].tolist())]
         since_s, cpu_s = time.perf_counter(), time.thread_time()
         guides.follow(of_step)
@@ -139,6 +169,7 @@ def measured(
         "python_us": round((mask_s - library_s) * per_token, 2),
         "calls_a_step": round(sum(parts.calls.values()) / num_steps, 1),
         "waits_a_step": round((_thread_switches() - switches) / num_steps, 1),
+        "system_us": round((_system_seconds() - system_s) * per_token, 2),
         "wall_ms": round(wall_s / num_steps * 1e3, 2),
         "errors": sum(1 for _ in guides.errors()),
     }
@@ -172,6 +203,11 @@ def _thread_seconds() -> float:
     return total_ns * 1e-9
 
 
+def _system_seconds() -> float:
+    """CPU seconds of the process in the kernel."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
+
+
 def _thread_switches() -> int:
     """Times that a mask thread waited for something: work, or the interpreter's lock."""
     total = 0
@@ -189,8 +225,12 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--texts", type=Path, default=None, help="a file that keeps the random texts for another run")
     parser.add_argument("--threads", type=int, default=None, help="quick mask threads; as many as a worker takes here")
+    parser.add_argument("--pinned", action="store_true", help="masks lie in memory that a GPU reads")
+    parser.add_argument("--native", type=int, default=0, help="threads of the library's own instead; 0: none")
     args = parser.parse_args()
-    result = measured(args.rows, args.tokens, args.vocabulary, args.texts, args.threads)
+    if args.native:
+        use_native_threads(args.native)
+    result = measured(args.rows, args.tokens, args.vocabulary, args.texts, args.threads, args.pinned)
     about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps({**about, **result}, indent=1))
 

@@ -89,6 +89,31 @@ def small_models(_: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def shapes(_: Mapping[str, Any]) -> list[str]:
+    """Before and after, by shape; a shape that was not measured since has no figures of now."""
+    got = read("h200-shapes.json")
+    rows = []
+    for shape, workloads in got["before"]["shapes"].items():
+        for name, before in workloads.items():
+            run = got["shapes"].get(shape, {}).get("workloads", {}).get(name)
+            figures = [f"{before['out_tok_s']:,.0f}", f"{1 - before['device_busy']:.1%}"]
+            if run is not None:
+                runs = "; ".join(f"{rate:,.0f}" for rate in run["runs"])
+                figures += [runs, f"{run['ms_per_step']:.2f}", f"{1 - run['device_busy']:.1%}"]
+                figures += [f"{run['roofline_share']:.0%}"]
+            rows.append([shape, name, *figures, *[""] * (6 - len(figures))])
+    return [
+        *("## Dense shapes from 1B to 8B", ""),
+        wrapped(
+            f"Random weights in bf16, runs in order (`{got['command']}`), beside what was measured before "
+            f"({got['before']['what']}). Idle is the share of the time in which no step ran; of the roofline is of the "
+            "best run."
+        ),
+        "",
+        *table(["shape", "workload", "before", "idle", "tokens/s", "ms a step", "idle", "of the roofline"], rows),
+    ]
+
+
 def serving(_: Mapping[str, Any]) -> list[str]:
     got = read("h200-serve.json")
     rows = [

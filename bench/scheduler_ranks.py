@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
@@ -29,19 +30,20 @@ NUM_STEMS = 64
 class Load:
     """Submits requests, and answers plans with made-up tokens."""
 
-    def __init__(self, num_ranks: int, num_rows: int) -> None:
+    def __init__(self, num_ranks: int, num_rows: int, *, ep_size: int = 1, align_steps: int = 0) -> None:
         self.rng = np.random.default_rng(0)
         self.group = GroupInfo(
             page_size=16,
             num_pages=num_rows * 64 * 2,
             num_slots=num_rows,
             dp_size=num_ranks,
+            ep_size=ep_size,
             max_tokens_per_step=8192,
             max_plans_in_flight=4,
             vocab_size=32_000,
             max_total_len=4096,
         )
-        self.planner = Planner(PlannerSettings(max_queue=1 << 20))
+        self.planner = Planner(PlannerSettings(max_queue=1 << 20, prefill_align_steps=align_steps))
         self.planner.begin_epoch(1, self.group, None)
         self.stems = self.rng.integers(5, 32_000, (NUM_STEMS, SHARED_TOKENS)).astype(np.int32)
         self.num_submitted = 0
@@ -51,17 +53,22 @@ class Load:
             self.num_submitted += 1
             stem = self.stems[self.num_submitted % NUM_STEMS]
             rest = self.rng.integers(5, 32_000, PROMPT_TOKENS - SHARED_TOKENS).astype(np.int32)
-            self.planner.submit(
-                Submission(
-                    key=SequenceKey(f"r{self.num_submitted}", 0, ""),
-                    owner=1,
-                    handle=self.num_submitted,
-                    prompt_ids=np.concatenate([stem, rest]),
-                    sampling=Sampling(temperature=0.0),
-                    # Ends come one by one, not all at once.
-                    stop=Stop(max_tokens=int(self.rng.integers(OUTPUT_TOKENS // 2, 3 * OUTPUT_TOKENS // 2))),
-                )
+            # Ends come one by one, not all at once.
+            num_out = int(self.rng.integers(OUTPUT_TOKENS // 2, 3 * OUTPUT_TOKENS // 2))
+            self.submit_prompt(self.num_submitted, np.concatenate([stem, rest]), num_out)
+
+    def submit_prompt(self, handle: int, prompt_ids: IntArray, num_out: int) -> None:
+        """One request for so many tokens."""
+        self.planner.submit(
+            Submission(
+                key=SequenceKey(f"r{handle}", 0, ""),
+                owner=1,
+                handle=handle,
+                prompt_ids=prompt_ids,
+                sampling=Sampling(temperature=0.0),
+                stop=Stop(max_tokens=num_out),
             )
+        )
 
     def results(self) -> list[StepResult]:
         state = self.planner.state

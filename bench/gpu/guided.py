@@ -7,7 +7,7 @@ free: no row follows a grammar; guided: all do; mixed: --among of them do, and o
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
 because their masks came late. masks: compilation, cache and fills in this process, one thread. jump_forward: one
-stream whose schema is mostly keys, without and with drafts of forced text; the CPU worker alone has it.
+stream whose schema is mostly keys, without and with drafts of forced text.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             write_vocabulary(model, json.loads((model / "config.json").read_text())["vocab_size"])
         vocabulary = vocabulary_of(model)
         backend = load_backend("xgrammar", vocabulary)
-        result = await _through_mesh(args, folder, model, backend, vocabulary)
-        result["masks"] = await _masks(args, model, vocabulary)
-        if args.backend == "cpu" and args.jump_forward:
-            result["jump_forward"] = await _jump_forward(args, folder, model, backend)
+        result: dict[str, object] = {}
+        if not args.only_jumps:
+            result = await _through_mesh(args, folder, model, backend, vocabulary)
+            result["masks"] = await _masks(args, model, vocabulary)
+        if args.jump_forward:
+            result["jump_forward"] = await _jump_forward(args, folder, model, backend, vocabulary)
     machine = f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format}
     of = {"shape": model.name, "vocabulary": vocabulary.vocab_size, "rows": args.rows, "tokens": args.tokens}
@@ -123,7 +125,9 @@ async def _through_mesh(
 class _Daemons:
     """A worker and a scheduler. An async context manager."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace, model: Path, *, jump_forward_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, args: argparse.Namespace, model: Path, *, jump_forward_tokens: int, num_slots: int = 0
+    ) -> None:
         folder.mkdir()
         self._folder = folder
         self._processes = Processes(folder, "unix", start_s=_START_S)
@@ -131,14 +135,15 @@ class _Daemons:
         self._flags: dict[str, object] = {
             "backend": args.backend,
             "model": model,
-            "num_slots": max(args.rows, 16),
+            "num_slots": num_slots or max(args.rows, 16),
             "metrics_listen": self._metrics,
             "log-level": "info",
         }
         if args.backend == "cuda":
             self._flags |= {"load_format": "dummy", "max_tokens_per_step": 8192, "max_total_len": 8192}
         else:
-            self._flags |= {"jump_forward_tokens": jump_forward_tokens, "cpu_threads": 1}
+            self._flags["cpu_threads"] = 1
+        self._flags["jump_forward_tokens"] = jump_forward_tokens
         self._flags |= dict(text.split("=", 1) for text in args.worker)
         self._num_runs = 0
         self.guided_outputs: list[list[int]] = []
@@ -190,6 +195,7 @@ class _Daemons:
             }
             await asyncio.sleep(0.3)
             cpu_before = cpu_s(self._processes.pid("worker"))
+            threads_before = _thread_cpu_s(self._processes.pid("worker"))
             busy, steps = await device_steps(self._metrics)
             start = time.monotonic()
             for name, (num_rows, grammar) in parts.items():
@@ -198,6 +204,11 @@ class _Daemons:
                 await streams[name].until(num_finished=num_rows, timeout_s=args.timeout_s)
             after_busy, after_steps = await device_steps(self._metrics)
             cores = (cpu_s(self._processes.pid("worker")) - cpu_before) / (time.monotonic() - start)
+        threads = _thread_cpu_s(self._processes.pid("worker"))
+        used = [
+            [round(now - then, 2) for now, then in zip(threads[tid], threads_before.get(tid, (0.0, 0.0)), strict=True)]
+            for tid in threads
+        ]
         wall = max(stream.last_token_at for stream in streams.values()) - start
         total = sum(num_rows for num_rows, _ in parts.values()) * num_tokens
         assert sum(stream.num_tokens for stream in streams.values()) == total
@@ -213,6 +224,7 @@ class _Daemons:
             "device_idle": round(1.0 - (after_busy - busy) / wall, 4),
             "ms_per_step": round(wall / num_steps * 1e3, 3),
             "worker_cores": round(cores, 2),
+            "busiest_threads": sorted(used, key=sum, reverse=True)[:14],
         }
         if "others" in streams:
             num_others = parts["others"][0] * num_tokens
@@ -243,12 +255,14 @@ async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabu
 
 
 async def _jump_forward(
-    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend
+    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend, vocabulary: GuidedVocabulary
 ) -> dict[str, object]:
-    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_KEYS, args.tokens)))
+    names = [] if args.model is not None else _spelled_names(vocabulary, 6, 24)
+    keys = {name: {"enum": ["yes", "no"]} for name in names} or _KEYS
+    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(keys, args.tokens)))
     results: dict[str, object] = {}
     for drafts in (0, args.jump_forward):
-        async with _Daemons(folder / f"jump-{drafts}", args, model, jump_forward_tokens=drafts) as mesh:
+        async with _Daemons(folder / f"jump-{drafts}", args, model, jump_forward_tokens=drafts, num_slots=16) as mesh:
             await mesh.run(args, {"warm-up": (1, artefact)}, num_tokens=8)
             rows = [await mesh.run(args, {"one": (1, artefact)}, num_tokens=2 * args.tokens) for _ in range(args.runs)]
             _check(backend, artefact, mesh.guided_outputs)
@@ -256,6 +270,24 @@ async def _jump_forward(
             results[f"drafts {drafts}"] = {**best, "runs": [row["out_tok_s"] for row in rows]}
     speeds = [_speed(dict(row)) for row in results.values() if isinstance(row, dict)]
     return {**results, "ratio": round(speeds[1] / speeds[0], 3)}
+
+
+def _spelled_names(vocabulary: GuidedVocabulary, num: int, length: int) -> list[str]:
+    """Names that the vocabulary has no word for, nor for a part of them: one token a letter. A trained model writes a
+    name as its tokenizer cuts it; one of random weights, as often, in any other way that the grammar allows."""
+    letters, rng = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", np.random.default_rng(0)
+    begins = {text[:2] for text in vocabulary.token_bytes if len(text) > 1}
+    names: list[str] = []
+    while len(names) < num:
+        name = str(rng.choice(list(letters)))
+        while len(name) < length:
+            following = [letter for letter in letters if (name[-1] + letter).encode() not in begins]
+            if not following:
+                break
+            name += str(rng.choice(following))
+        if len(name) == length:
+            names.append(name)
+    return names
 
 
 def _check(backend: GrammarBackend, artefact: bytes, outputs: Sequence[Sequence[int]]) -> int:
@@ -271,6 +303,16 @@ def _check(backend: GrammarBackend, artefact: bytes, outputs: Sequence[Sequence[
 def _prompts(rng: np.random.Generator, num: int, length: int) -> list[IntArray]:
     """Of ids that any vocabulary has."""
     return [rng.integers(10, 700, length).astype(np.int32) for _ in range(num)]
+
+
+def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
+    """Seconds of each thread so far, its own and the kernel's."""
+    found = {}
+    for folder in Path(f"/proc/{pid}/task").iterdir():
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+        found[folder.name] = int(fields[11]) * tick_s, int(fields[12]) * tick_s
+    return found
 
 
 def _speed(row: Mapping[str, object]) -> float:
@@ -293,7 +335,8 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tools", type=int, default=20, help="tool definitions that masks are measured with")
-    parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="CPU: most forced tokens a step")
+    parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="most forced tokens a step")
+    parser.add_argument("--only-jumps", action="store_true", help="nothing but --jump-forward")
     parser.add_argument("--timeout-s", type=float, default=100.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
     args = parser.parse_args()

@@ -134,6 +134,7 @@ def _make_schedulers(
         migrate_after_s=settings.migrate_after_s,
         waiting=_make_waiting(settings, metrics, clock),
         evens_out=settings.move_on_overload,
+        prefill_min_tokens=settings.prefill_min_tokens,
         on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
         aliases=ModelAliases.parse(settings.model_aliases),
         clock=clock,

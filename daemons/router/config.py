@@ -94,6 +94,9 @@ class RouterSettings(CommonSettings):
     move_on_overload: bool = setting(
         True, "running outputs leave a scheduler that has many more than another, where that saves more than it costs"
     )
+    prefill_min_tokens: int = setting(
+        256, "prompt tokens without cached KV from which on a group of schedulers with --role prefill computes them"
+    )
     api_keys_file: Path | None = setting(
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
@@ -24,6 +25,14 @@ _AT_LEAST_ONE = (
     "inflight_prefix_min_tokens",
     "low_latency_max_tokens",
 )
+
+
+class Role(StrEnum):
+    """As `radixmesh.scheduler.v1.SchedulerRole`."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +75,15 @@ class SchedulerSettings(CommonSettings):
     expert_dispatch: str = setting("auto", "how rows reach experts on other ranks (worker --ep-size): normal, "
         "low-latency, or auto (low-latency for steps of decodes alone)")  # fmt: skip
     low_latency_max_tokens: int = setting(128, "most tokens of a rank in a step that auto dispatches at low latency")
+    prefill_align_steps: int = setting(4, "most steps for which new prompts wait until each rank with a free slot gets "
+        "one, where a chunk would take ranks that decode out of low latency; 0: none")  # fmt: skip
     expert_balance_threshold: float = setting(0.8, "experts move between ranks while balancedness (mean over most of "
         "the ranks' work) is below; 0: never")  # fmt: skip
     expert_balance_interval_s: float = setting(60.0, "seconds from one look at balancedness to the next")
+    role: Role = setting(Role.BOTH, "part in disaggregated prefill and decode: prefill (computes prompts for others), "
+        "decode (takes their KV), or both (whole requests, no transfers)")  # fmt: skip
+    transfer_timeout_s: float = setting(3.0, "seconds without progress after which a request computes the KV that it "
+        "waits for")  # fmt: skip
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -91,9 +106,11 @@ class SchedulerSettings(CommonSettings):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-        if min(self.max_queue, self.max_overtake_factor, self.max_preemptions) < 0 or self.step_timeout_s <= 0:
+        counts = (self.max_queue, self.max_overtake_factor, self.max_preemptions, self.prefill_align_steps)
+        if min(counts) < 0 or self.step_timeout_s <= 0:
             raise ValueError(
-                "--max-queue, --max-overtake-factor and --max-preemptions must be >= 0 and --step-timeout-s > 0"
+                "--max-queue, --max-overtake-factor, --max-preemptions and --prefill-align-steps must be >= 0 and "
+                "--step-timeout-s > 0"
             )
         if not 0.0 <= self.expert_balance_threshold <= 1.0 or not self.expert_balance_interval_s > 0:
             raise ValueError("--expert-balance-threshold must be in [0, 1] and --expert-balance-interval-s > 0")
@@ -107,6 +124,10 @@ class SchedulerSettings(CommonSettings):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
 
+        if self.role is not Role.BOTH and self.cache == "none":
+            raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
+        if self.transfer_timeout_s <= 0:
+            raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
         check_cache_choice(self.cache, self.eviction)
 
     @property
@@ -134,6 +155,8 @@ class SchedulerSettings(CommonSettings):
             dispatch=DispatchChoice(
                 mode=DISPATCH_CHOICES[self.expert_dispatch], max_tokens=self.low_latency_max_tokens
             ),
+            prefill_align_steps=self.prefill_align_steps,
             balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
+            transfer_timeout_s=self.transfer_timeout_s,
             check_invariants=self.check_invariants,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 import grpc
 
@@ -18,6 +19,7 @@ from radixmesh.daemons.scheduler.group.rank_transport import Connect
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _EXECUTE = "/radixmesh.worker.v1.WorkerService/Execute"
+T = TypeVar("T")
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
@@ -87,6 +89,31 @@ class GrpcRank:
             raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
 
+    async def prepare_transfer(self, request: worker_pb2.PrepareTransferRequest) -> worker_pb2.PrepareTransferResponse:
+        return await _called(self._stub.PrepareTransfer(request))
+
+    async def renew_transfers(self, request: worker_pb2.RenewTransfersRequest) -> None:
+        await _called(self._stub.RenewTransfers(request))
+
+    async def start_transfer(self, request: worker_pb2.StartTransferRequest) -> None:
+        await _called(self._stub.StartTransfer(request))
+
+    async def commit_transfer(self, request: worker_pb2.CommitTransferRequest) -> worker_pb2.CommitTransferResponse:
+        return await _called(self._stub.CommitTransfer(request))
+
+    async def watch_transfer(
+        self, request: worker_pb2.WatchTransferRequest
+    ) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
+        try:
+            async for message in self._stub.WatchTransfer(request):
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
+            raise mesh_error_from_rpc(error) from error
+
+    async def abort_transfer(self, request: worker_pb2.AbortTransferRequest) -> None:
+        await _called(self._stub.AbortTransfer(request))
+
     async def close(self) -> None:
         self.cancel()
         with suppress(grpc.aio.AioRpcError):
@@ -108,9 +135,9 @@ def grpc_connect(tls: TlsFiles | None = None) -> Connect:
     return lambda address: GrpcRank(open_channel(address, tls))
 
 
-async def _called(call: Awaitable[object]) -> None:
+async def _called(call: Awaitable[T]) -> T:
     try:
-        await call
+        return await call
     except grpc.aio.AioRpcError as error:
         raise_if_cancelled()
         raise mesh_error_from_rpc(error) from error

@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.queue.grammars import Grammar, GrammarShelf
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
+from radixmesh.daemons.scheduler.transfers.kv_target import MAX_TRANSFER_ID_BYTES, KvTarget
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 
@@ -80,6 +81,8 @@ def submission_from_proto(
         cache_salt=message.cache_salt,
         deadline_s=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
         grammar=_grammar_of(message, grammars),
+        transfer_id=_transfer_id_of(message),
+        send_kv_to=KvTarget.from_proto(message.send_kv_to) if message.HasField("send_kv_to") else None,
         unsupported=_unsupported_in(message),
         trace_context=message.trace_context,
     )
@@ -108,8 +111,17 @@ def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None, grammar
         sampling=replace(other.sampling, seed=seed, prompt_logprobs=message.sampling.prompt_logprobs),
         logprobs_start=min(message.logprobs_start, _MAX_INDEX),
         grammar=_grammar_of(message, grammars),
+        transfer_id=_transfer_id_of(message),
+        send_kv_to=KvTarget.from_proto(message.send_kv_to) if message.HasField("send_kv_to") else None,
         unsupported=_unsupported_in(message) or other.unsupported,
     )
+
+
+def _transfer_id_of(message: scheduler_pb2.Submit) -> str:
+    if len(message.transfer_id.encode()) > MAX_TRANSFER_ID_BYTES:
+        text = f"transfer_id has {len(message.transfer_id.encode())} bytes: send at most {MAX_TRANSFER_ID_BYTES}"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, text, {"field": "transfer_id"})
+    return message.transfer_id
 
 
 def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
@@ -146,6 +158,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         grammar_format=model.grammar_format,
         kv_dtype=caps.kv_dtype,
         kv_layout=caps.kv_layout,
+        has_transfers=caps.HasField("transfer_kv"),
     )
 
 
@@ -206,8 +219,6 @@ def _grammar_of(message: scheduler_pb2.Submit, grammars: GrammarShelf | None) ->
 def _unsupported_in(message: scheduler_pb2.Submit) -> str:
     if message.embeddings:
         return "embeddings"
-    if message.transfer_id or message.HasField("send_kv_to"):
-        return "KV transfer"
     return ""
 
 

@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
-from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
 from radixmesh.daemons.scheduler.grammar_puts import GrammarPuts
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
@@ -26,6 +26,8 @@ from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.sequence_times import SequenceTimes
 from radixmesh.daemons.scheduler.step_timeout import StepTimeout
+from radixmesh.daemons.scheduler.transfers.reservations import Reservations
+from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 
 log = get_logger(__name__)
 
@@ -58,6 +60,7 @@ class SchedulerLoop:
             observer=SequenceTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
         )
         self.streams = RouterStreams()
+        self.reservations = Reservations(self.planner, is_on=settings.role is Role.DECODE, clock=clock)
         self.group_state = GroupState.CONNECTING
         self.is_draining = False
         self.is_leaving = False
@@ -83,6 +86,13 @@ class SchedulerLoop:
         self._has_first_tokens = False
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
+
+    @property
+    def role(self) -> Role:
+        """In disaggregated prefill and decode; BOTH where the workers have no transfers."""
+        group = self.planner.group
+        has_transfers = group is not None and group.has_transfers and group.dp_size == 1
+        return self._settings.role if has_transfers else Role.BOTH
 
     @property
     def group(self) -> GroupClient:
@@ -200,12 +210,15 @@ class SchedulerLoop:
     async def _drive(self, claimed: ClaimedGroup) -> None:
         """Serves until the epoch ends; raises the error that ended it."""
         puts = GrammarPuts(self.planner, claimed.stream, self.notify)
+        stream, addresses = claimed.stream, self._group.addresses
+        calls = TransferCalls(self.planner, stream, addresses, self.reservations.answers, self.notify, self._clock)
         try:
-            await self._drive_with(claimed, puts)
+            await self._drive_with(claimed, puts, calls)
         finally:
             puts.cancel()
+            calls.cancel()
 
-    async def _drive_with(self, claimed: ClaimedGroup, puts: GrammarPuts) -> None:
+    async def _drive_with(self, claimed: ClaimedGroup, puts: GrammarPuts, calls: TransferCalls) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -219,6 +232,7 @@ class SchedulerLoop:
             self._has_first_tokens = False
             await self._send_plans(claimed)
             puts.start(self.planner.grammars.take_wanted())
+            calls.start()
             self.deliver()
             oldest = self._oldest_step()
             self._timeout.check(oldest, self._clock())

@@ -55,6 +55,14 @@ class SchedulerMetrics:
         metrics.expert_placement_balancedness.set(planner.experts.balancedness())
         metrics.expert_move_longest_seconds.set(planner.experts.longest_s)
         self._add("placements", metrics.expert_placements, planner.experts.num_placed)
+        arrivals = planner.arrivals
+        for outcome, num in (
+            ("handed_over", planner.handovers.num_started),
+            ("arrived", arrivals.num_arrived),
+            ("failed", arrivals.num_failed),
+        ):
+            self._add(f"transfers {outcome}", metrics.kv_transfers.labels(outcome), num)
+        self._add("transfer tokens", metrics.kv_transfer_tokens, arrivals.num_tokens)
         self._add("steps", metrics.steps, counters.num_steps)
         self._add("prefill", metrics.step_tokens.labels("prefill"), counters.prefilled_tokens)
         self._add("decode", metrics.step_tokens.labels("decode"), counters.output_tokens)
@@ -65,6 +73,7 @@ class SchedulerMetrics:
         self._add("retracted", metrics.requests_retracted, counters.num_retracted)
         self._add("preempted", metrics.requests_preempted, counters.num_preempted)
         self._add("deduplications", metrics.prefix_deduplications, counters.num_prefix_deduplications)
+        self._add("held", metrics.prefills_held, counters.num_held_plans)
         self._add("rejected", metrics.requests_rejected, counters.num_rejected)
         self._add("stale", metrics.stale_results, counters.stale_results)
         self._add("violations", metrics.page_invariant_violations, counters.num_page_violations)

@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.scheduler.queue.grammars import Grammar
+from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget
 
 
 class Lifecycle(Enum):
@@ -62,6 +63,10 @@ class Submission:
     deadline_s: float | None = None
     grammar: Grammar | None = None
     """That the output follows; None = it is free."""
+    transfer_id: str = ""
+    """Of the KV of its prompt that comes from elsewhere; empty = none comes."""
+    send_kv_to: KvTarget | None = None
+    """Set: it ends with its first token, and the prompt's KV goes there."""
     unsupported: str = ""
     """Name of an option that this scheduler does not offer; empty = none is used."""
     trace_context: str = ""

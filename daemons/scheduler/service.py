@@ -191,11 +191,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]
                 stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
         for reservation in request.reservations:
-            check_peer_names(transfer_id=reservation.transfer_id)
-            answer = scheduler_pb2.ReservationResult(
-                transfer_id=reservation.transfer_id, error=_unsupported("KV transfer").to_proto()
-            )
-            stream.outbox.add_frame(scheduler_pb2.ServeResponse(reservation_results=[answer]))
+            self._loop.reservations.take(reservation, stream.outbox.add_frame)
         self._loop.notify()
 
     def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:

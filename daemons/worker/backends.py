@@ -178,14 +178,15 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     assert folder is not None, "settings see to it"
 
     def verify_drafts(runner: DeviceRunner) -> None:
-        speculation = settings.speculation
-        if speculation is None:
+        speculation, num_forced = settings.speculation, settings.jump_forward_tokens
+        if speculation is None and not num_forced:
             return
         if Task.GENERATE not in runner.tasks:
             raise _drafts_nothing(folder)
-        drafter, most = drafters().create(speculation.algorithm), speculation.max_drafts
+        drafter = NoDrafts() if speculation is None else drafters().create(speculation.algorithm)
+        most = max(num_forced, 0 if speculation is None else speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
+            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
 
     runner = load_cuda_runner(
         folder,
@@ -249,6 +250,8 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
     _add_sampling_defaults(settings, identity)
     grammars = _grammars(folder, settings.grammar_backend) if runner.takes_grammars else None
     identity.grammar_format = "" if grammars is None else grammars.format
+    if grammars is not None:
+        grammars.prepare()
     return LoadedModel(runner=runner, identity=identity, grammars=grammars)
 
 

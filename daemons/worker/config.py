@@ -45,8 +45,8 @@ class WorkerSettings(CommonSettings):
     max_plans_in_flight: int = setting(8, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
-    jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
-        "once; 0: none")  # fmt: skip
+    jump_forward_tokens: int = setting(0, "CPU and CUDA: most tokens of a text that a grammar forces which one step "
+        "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
         "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
         "standalone (a smaller model of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
@@ -128,9 +128,10 @@ class WorkerSettings(CommonSettings):
         if not 0 <= self.jump_forward_tokens < MAX_TOKENS_PER_ROW:
             most = MAX_TOKENS_PER_ROW - 1
             raise ValueError(f"{_flag('jump_forward_tokens')} must be in [0, {most}], not {self.jump_forward_tokens}")
-        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1 or self.ep_size > 1):
-            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 and --ep-size 1 alone "
-                "has it so far")  # fmt: skip
+        has_jumps = self.backend in (Backend.CPU, Backend.CUDA) and self.tp_size == self.ep_size == 1
+        if self.jump_forward_tokens and not has_jumps:
+            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu or cuda with --tp-size 1 and --ep-size 1 "
+                "alone has it so far")  # fmt: skip
         if self.transfer_staging_bytes < 0:
             raise ValueError(f"{_flag('transfer_staging_bytes')} must be >= 0, not {self.transfer_staging_bytes}")
         if self.grammar_backend not in BACKENDS:

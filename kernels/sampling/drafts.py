@@ -167,7 +167,8 @@ def expand_drafts(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> N
 @triton.jit(do_not_specialize=["slot_tokens_stride", "ring_stride", "num_rows"])
 def _accept_kernel(
     sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, slot_tokens_ptr,
-    ring_ptr, ring_index_ptr, slot_tokens_stride, ring_stride, num_rows, P: tl.constexpr, BLOCK_P: tl.constexpr,
+    ring_ptr, ring_index_ptr, taken_ptr, slot_tokens_stride, ring_stride, num_rows, HAS_MASKS: tl.constexpr,
+    P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + row)
@@ -178,6 +179,9 @@ def _accept_kernel(
     draft = tl.load(row_tokens_ptr + row * P + number + 1, mask=has_draft, other=-1)
     # The number of the first token that no right draft follows: it is the last one of the row.
     last_number = tl.min(tl.where(has_draft & (draft == sampled), BLOCK_P, number), axis=0)
+    if HAS_MASKS:
+        is_late = tl.load(taken_ptr + row * P + number, mask=is_row, other=-2) == -2
+        last_number = tl.minimum(last_number, tl.min(tl.where(is_late, number, BLOCK_P), axis=0) - 1)
     count = tl.where(num_drafts >= 0, last_number + 1, 0)
     ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride
     tl.store(ring_ptr + row * P + number, sampled, mask=is_row)
@@ -199,8 +203,10 @@ def accept_drafts(
     state: SlotLengths,
     ring_RN: torch.Tensor,
     ring_index_1: torch.Tensor,
+    taken_T: torch.Tensor | None = None,
 ) -> None:
     """Advances the slots by what their rows yield, from the tokens int32 [T] sampled at the positions of `rows`.
+    taken_T: masks of the positions, of which a row yields nothing from the first one on that is LATE.
 
     ring_RN[ring_index_1[0]], int32: gets the T sampled tokens, then the count of each row, 0 where it had no room, then
     the number of drafts that each row computed.
@@ -211,8 +217,8 @@ def accept_drafts(
     assert ring_RN.stride(1) == 1 and len(sampled_T) + 2 * num_rows <= ring_RN.shape[1], ring_RN.shape
     _accept_kernel[(num_rows,)](
         sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, state.tokens_SL, ring_RN,
-        ring_index_1, state.tokens_SL.stride(0), ring_RN.stride(0), num_rows, P=num_positions,
-        BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
+        ring_index_1, sampled_T if taken_T is None else taken_T, state.tokens_SL.stride(0), ring_RN.stride(0), num_rows,
+        HAS_MASKS=taken_T is not None, P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
     )  # fmt: skip
 
 

@@ -137,6 +137,25 @@ def apply_masks(logits_TV: torch.Tensor, taken_T: torch.Tensor, host: HostMasks)
         )  # fmt: skip
 
 
+@triton.jit
+def allowed_token(words_ptr, token, W, SEARCH: tl.constexpr):
+    """The token, or the lowest one that its mask allows: logits are broken, or nothing is allowed but what min_tokens
+    suppresses."""
+    if ((tl.load(words_ptr + (token >> 5)) >> (token & 31)) & 1) == 0:
+        start = tl.full((), 0, tl.int32)
+        found = tl.full((), 2**31 - 1, tl.int32)
+        while (start < W) & (found == 2**31 - 1):
+            at = start + tl.arange(0, SEARCH)
+            words = tl.load(words_ptr + at, mask=at < W, other=0)
+            found = tl.min(tl.where(words != 0, at, 2**31 - 1), axis=0)
+            start += SEARCH
+        found = tl.minimum(found, W - 1)
+        bit = tl.arange(0, 32)
+        is_allowed = ((tl.load(words_ptr + found) >> bit) & 1) == 1
+        token = found * 32 + tl.min(tl.where(is_allowed, bit, 31), axis=0)
+    return token
+
+
 @triton.jit(do_not_specialize=["W", "ring_stride", "tokens_stride"])
 def _settle_kernel(
     taken_ptr, row_slots_ptr, positions_ptr, words_ptr, lengths_ptr, guided_last_ptr, ring_ptr, ring_index_ptr,
@@ -153,19 +172,9 @@ def _settle_kernel(
         else:
             words_ptr += mask * words_stride
             token = tl.load(ring_ptr)
-            if ((tl.load(words_ptr + (token >> 5)) >> (token & 31)) & 1) == 0:
-                # Broken logits, or nothing allowed but what min_tokens suppresses.
-                start = tl.full((), 0, tl.int32)
-                found = tl.full((), 2**31 - 1, tl.int32)
-                while (start < W) & (found == 2**31 - 1):
-                    at = start + tl.arange(0, SEARCH)
-                    words = tl.load(words_ptr + at, mask=at < W, other=0)
-                    found = tl.min(tl.where(words != 0, at, 2**31 - 1), axis=0)
-                    start += SEARCH
-                found = tl.minimum(found, W - 1)
-                bit = tl.arange(0, 32)
-                is_allowed = ((tl.load(words_ptr + found) >> bit) & 1) == 1
-                token = found * 32 + tl.min(tl.where(is_allowed, bit, 31), axis=0)
+            allowed = allowed_token(words_ptr, token, W, SEARCH)
+            if allowed != token:
+                token = allowed
                 tl.store(ring_ptr, token)
                 tl.store(last_tokens_ptr + slot, token)
             position = tl.load(positions_ptr + row)

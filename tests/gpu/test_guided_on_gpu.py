@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ NUM_TOKENS = 40
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     runner = load_cpu_runner(MODEL, num_pages=1024, threads=4)
-    runner.mask_wait_s = 60.0
+    runner.mask_wait_s = None
     run = GuidedRun(runner, SOURCES, SAMPLINGS)
     run.run(NUM_TOKENS, lag=0)
     return [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
@@ -66,3 +67,18 @@ def test_guided_rows_are_those_of_the_cpu_worker(expected, cuda_graphs, lag, pag
     assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
     assert run.late_by_slot[1] == run.late_by_slot[3] == 0
     print({"lag": lag, "late": run.late_by_slot, "texts": [text_of(tokens) for tokens in run.tokens][:3]})
+
+
+@pytest.mark.parametrize(("lag", "max_drafts", "max_forced"), [(0, 4, 4), (2, 7, 7), (2, 3, 0)])
+def test_forced_drafts_change_no_output(expected, lag, max_drafts, max_forced):
+    settings = replace(
+        TINY_SETTINGS, attention_backend="triton", num_pages=2048, page_size=16, cuda_graphs=True, tune_gemm=False
+    )
+    runner = load_cuda_runner(MODEL, settings)
+    runner.verify(NgramDrafter(), max_drafts=max_drafts, max_forced=max_forced)
+    run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5)
+    run.run(NUM_TOKENS * (1 + lag) + 200, lag=lag)
+    got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
+    assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
+    assert run.late_by_slot[1] == run.late_by_slot[3] == 0
+    print({"lag": lag, "late": run.late_by_slot, "most": run.most_tokens})

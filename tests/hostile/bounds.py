@@ -158,7 +158,13 @@ BOUNDS: dict[str, Bound] = {
         transfer_id=SUBMIT,
         embeddings=SUBMIT,
     ),
-    **_rows("scheduler.v1.TransferTarget", transfer_id=SUBMIT, regions=SUBMIT, addresses=SUBMIT),
+    **_rows(
+        "scheduler.v1.TransferTarget",
+        transfer_id=SUBMIT,
+        regions=SUBMIT,
+        addresses=SUBMIT,
+        tokens_digest=(32, f"{D}scheduler.transfers.kv_target:KvTarget"),
+    ),
     **_rows("scheduler.v1.Abort", request_id=PEER_NAME, tenant=PEER_NAME),
     **_rows(
         "scheduler.v1.Reservation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.kernels.sampling.drafts import DraftRows, SlotLengths, accept_drafts
+from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, take_chains
 from radixmesh.kernels.sampling.masks import (
     LATE,
     NO_LENGTH,
@@ -22,7 +26,7 @@ from radixmesh.kernels.sampling.masks import (
     settle_masks,
     take_masks,
 )
-from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, sample_rows
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, sample_rows
 from radixmesh.kernels.sampling.sample_params import Needs
 
 _NAN, _INF = float("nan"), float("inf")
@@ -125,3 +129,47 @@ def test_rows_ahead_of_their_slot_are_brought_back(device: torch.device) -> None
     slots, positions, kv_lens = _ints([1, 1, 1, 1], device), _ints([9, 9, 10, 11], device), _ints([10, 0, 0], device)
     clamp_positions(slots, positions, kv_lens, lengths, _ints([-1, 4, 4, 4], device))
     assert positions.tolist() == [7, 9, 10, 11] and kv_lens.tolist() == [8, 0, 0]
+
+
+def test_masks_of_a_chain_count_behind_its_own_tokens_alone(device):
+    """Rows: at the base, behind two ids of the chain, behind another id, behind its end, ahead of it, without a
+    grammar; then a chain that is not there yet. What was begun twice since it was taken counts as late."""
+    chains = HostChains(
+        versions_M2=torch.tensor([[3, 3], [0, 0]], dtype=torch.int32),
+        chains_CH=torch.zeros(4, HEAD + 3, dtype=torch.int32),
+        words_MW=torch.zeros(4 * 4, 2, dtype=torch.int32),
+    )
+    chains.chains_CH[1] = torch.tensor([5, 2, 40, 41, 99])
+    chains.words_MW[4:8, 1] = torch.tensor([1 << 8, 1 << 9, 1 << 10, -1])  # Ids 40, 41, 42.
+    if device.type == "cuda":
+        chains = HostChains(*(part.pin_memory() for part in chains))
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    masks_S, tokens_SL = ints([0, 0, 0, 1, NO_MASK]), torch.zeros(5, 16, dtype=torch.int32, device=device)
+    tokens_SL[0, 5:8] = ints([40, 41, 42])
+    tokens_SL[1, 5:8] = ints([40, 50, 42])
+    slots, positions = ints([0, 0, 1, 1, 0, 2, 4, 3]), ints([5, 7, 6, 7, 8, 4, 5, 5])
+    taken, seen = torch.zeros(8, dtype=torch.int32, device=device), torch.zeros(8, dtype=torch.int32, device=device)
+    take_chains(slots, positions, masks_S, chains, tokens_SL, taken, seen)
+    assert taken.tolist() == [4, 6, 5, LATE, LATE, LATE, NO_MASK, LATE]
+    sampled = ints([[7, 42, 7, 1, 2, 3, 4, 5]])
+    target = TokenTarget(ring_RT=sampled, ring_index_1=ints([0]), last_tokens_S=ints([0] * 5))
+    chains.versions_M2[0, 1] = 4  # The other chain is being written: this one stays.
+    confirm_chains(taken, seen, slots, masks_S, chains, target)
+    assert sampled.tolist() == [[40, 42, 41, 1, 2, 3, 4, 5]]
+    assert taken.tolist() == [4, 6, 5, LATE, LATE, LATE, NO_MASK, LATE]
+    chains.versions_M2[0] = torch.tensor([4, 5])
+    confirm_chains(taken, seen, slots, masks_S, chains, target)
+    assert taken.tolist() == [LATE] * 6 + [NO_MASK, LATE]
+
+
+def test_a_row_yields_nothing_from_its_first_late_position_on(device):
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    rows = DraftRows.allocate(3, 3, device)
+    rows.tokens.copy_(ints([1, 2, 3] * 3))
+    rows.num_drafts.copy_(ints([2, 2, 2]))
+    lengths, tokens_SL, ring = ints([4, 4, 4]), ints([[0] * 12] * 3), ints([[0] * 15])
+    state = SlotLengths(ints([1, 1, 1]), lengths, ints([[0], [0], [0]]), tokens_SL)
+    taken = ints([5, 6, 7, 5, LATE, 7, LATE, 6, 7])
+    accept_drafts(ints([2, 3, 4] * 3), ints([0, 1, 2]), rows, state, ring, ints([0]), taken)
+    assert ring[0, 9:12].tolist() == [3, 1, 0] and lengths.tolist() == [7, 5, 4]
+    assert state.last_tokens.tolist() == [4, 2, 1]

@@ -192,7 +192,7 @@ async def test_submits_that_cannot_run_are_rejected_one_by_one(mesh: Mesh) -> No
         ({"task": 77}, "MISSING_FIELD"),
         ({"task": common_pb2.TASK_EMBED}, "UNSUPPORTED"),
         ({"grammar_hash": "ab"}, "UNKNOWN_BLOB"),
-        ({"transfer_id": "t"}, "UNSUPPORTED"),
+        ({"transfer_id": "t" * 65}, "INVALID_ARGUMENT"),
         ({"embeddings": [common_pb2.EmbeddingSpan(blob_hash="x")]}, "UNSUPPORTED"),
         ({"model": "gpt-17"}, "UNKNOWN_MODEL"),
         ({"attempt": -1}, "INVALID_ARGUMENT"),
@@ -232,7 +232,7 @@ async def test_handles_and_ids_that_nobody_knows_change_nothing(mesh: Mesh) -> N
             scheduler_pb2.Abort(abort_id=7, request_id="a stranger's", index=2**32 - 1),
             scheduler_pb2.Abort(abort_id=8, request_id="a stranger's", below_attempt=-(2**31)),
         ]
-        reservations = [scheduler_pb2.Reservation(transfer_id="t", num_tokens=2**32 - 1, lease_ms=2**64 - 1)]
+        reservations = [scheduler_pb2.Reservation(transfer_id="t", prompt_ids=b"1234", lease_ms=2**64 - 1)]
         await client.write(scheduler_pb2.ServeRequest(stops=stops, aborts=aborts, reservations=reservations))
         await client.until(lambda: set(client.aborts) >= {5, 6, 7, 8})
         unknown = scheduler_pb2.ABORT_OUTCOME_UNKNOWN

@@ -12,7 +12,7 @@ from support.mesh import running_mesh
 
 import radixmesh
 from radixmesh.daemons.router.http.app import make_app
-from radixmesh.daemons.router.http.openapi import OPEN_PATHS, OPERATIONS, NoBody, description
+from radixmesh.daemons.router.http.openapi import OPEN_PATHS, OPERATIONS, PAGE_PATHS, NoBody, description
 
 KEY = "key-0123456789abcdef"
 ADMIN_KEY = "admin-0123456789abcdef"
@@ -30,6 +30,14 @@ def test_every_route_is_described() -> None:
     paths = json.loads(json.dumps(description()))["paths"]
     assert routes == {(path, method) for path, item in paths.items() for method in item}
     assert paths.keys() == OPERATIONS.keys() and paths.keys() > OPEN_PATHS
+
+
+async def test_paths_that_a_flag_leaves_out_are_not_described() -> None:
+    app = make_app(_NoContext(), PAGE_PATHS)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+        described = (await http.get("/openapi.json")).json()["paths"]
+        assert described.keys() == OPERATIONS.keys() - PAGE_PATHS
+        assert (await http.get("/docs")).status_code == 404
 
 
 class _NoContext:

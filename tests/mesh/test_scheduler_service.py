@@ -384,7 +384,7 @@ async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
             ({"task": common_pb2.TASK_UNSPECIFIED}, common_pb2.ERROR_REASON_MISSING_FIELD),
             ({"task": common_pb2.TASK_EMBED}, common_pb2.ERROR_REASON_UNSUPPORTED),
             ({"grammar_hash": "ab"}, common_pb2.ERROR_REASON_UNKNOWN_BLOB),
-            ({"transfer_id": "t"}, common_pb2.ERROR_REASON_UNSUPPORTED),
+            ({"transfer_id": "t" * 65}, common_pb2.ERROR_REASON_INVALID_ARGUMENT),
             ({"model": "other"}, common_pb2.ERROR_REASON_UNKNOWN_MODEL),
             ({"attempt": -1}, common_pb2.ERROR_REASON_INVALID_ARGUMENT),
             ({"deadline_ms": 0}, common_pb2.ERROR_REASON_DEADLINE_EXCEEDED),

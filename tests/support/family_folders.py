@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 19,
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
+            "final_logit_softcapping": 8.0,
         },
     ),
     "gemma3": Family(
@@ -160,7 +160,11 @@ def family_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel
     torch.manual_seed(seed)
     family = FAMILIES[name]
     model_class = getattr(transformers, family.architecture)
-    model: PreTrainedModel = model_class(model_class.config_class(**{**_BASE, **family.settings, **changes})).eval()
+    config = model_class.config_class(**{**_BASE, **family.settings, **changes})
+    if "attn_logit_softcapping" in family.settings:
+        # The default attention of transformers 5.17 takes no soft cap, and says nothing of it.
+        config._attn_implementation = "eager"
+    model: PreTrainedModel = model_class(config).eval()
     _randomise(model)
     for module in model.modules():
         if name == "gpt_oss" and hasattr(module, "limit"):

@@ -27,20 +27,24 @@ from radixmesh.daemons.worker.models.model import Placement
 from .deepseek_folders import random_deepseek
 from .family_folders import FAMILIES, family_model
 from .model_folders import SHAPES, random_model
-from .segments import Stream, scattered_pages
+from .segments import Stream, generate, scattered_pages
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _MODELS = Path(registry.__file__).parent
 _HEAD = (
-    "| `architectures` | folder | lines | CPU | GPU | transformers' modules | logits |\n|---|---|---|---|---|---|---|\n"
+    "| `architectures` | folder | lines | CPU | GPU | transformers' modules | logits | equal ids of 64 |\n"
+    "|---|---|---|---|---|---|---|---|\n"
 )
 _BEGIN, _END = "<!-- families: written by tests/support/family_table.py -->\n", "<!-- end of families -->\n"
-_ROW = re.compile(r"^\| `(\w+)` \| `(\w+)/` \| (\d+) \| (\w+) \| (\w+) \| (\w+) \| ([\de.-]+) \|$", re.MULTILINE)
+NUM_IDS, _PROMPT = 64, 24
+_ROW = re.compile(
+    r"^\| `(\w+)` \| `(\w+)/` \| (\d+) \| (\w+) \| (\w+) \| (\w+) \| ([\de.-]+) \| (\d+) \|$", re.MULTILINE
+)
 
 
 class Row(NamedTuple):
     """lines: of the family's own folder. cpu, gpu, fallback: "yes" or "no". difference: the largest of logits that
-    was measured against transformers in float32."""
+    was measured against transformers in float32. equal_ids: of the first greedy ids, how many are transformers' too."""
 
     architecture: str
     folder: str
@@ -49,6 +53,7 @@ class Row(NamedTuple):
     gpu: str
     fallback: str
     difference: float
+    equal_ids: int
 
 
 def examples() -> dict[str, Callable[[], PreTrainedModel]]:
@@ -66,7 +71,7 @@ def examples() -> dict[str, Callable[[], PreTrainedModel]]:
 def rows_of_page() -> dict[str, Row]:
     text = PAGE.read_text()
     table = text[text.index(_BEGIN) : text.index(_END)]
-    found = [Row(a, b, int(c), *more, float(d)) for a, b, c, *more, d in _ROW.findall(table)]
+    found = [Row(a, b, int(c), *more, float(d), int(e)) for a, b, c, *more, d, e in _ROW.findall(table)]
     assert len(found) == table.count("\n") - 3, "a line of the table has another form"
     return {row.architecture: row for row in found}
 
@@ -106,14 +111,26 @@ def runs_by_transformers(folder: Path) -> str:
     return "yes"
 
 
-def _measured(model: PreTrainedModel, folder: Path) -> float:
+def _measured(model: PreTrainedModel, folder: Path) -> tuple[float, int]:
+    """The largest difference of logits, and how many of the greedy ids are equal until the first that is not."""
     runner = load_cpu_runner(folder, num_pages=32, page_size=8, threads=1)
     assert isinstance(runner, CpuRunner)
     ids = np.random.default_rng(0).integers(0, runner.vocab_size, 90).astype(np.int32)
     stream = Stream(0, ids.tolist(), scattered_pages(runner, [90])[0])
     logits = runner.logits([stream.segment(90, 8, samples=False)])[0]
     with torch.inference_mode():
-        return float(np.abs(logits - model(torch.from_numpy(ids).long()[None]).logits[0].numpy()).max())
+        difference = float(np.abs(logits - model(torch.from_numpy(ids).long()[None]).logits[0].numpy()).max())
+        prompt = torch.from_numpy(ids[:_PROMPT]).long()[None]
+        assert model.generation_config is not None
+        model.generation_config.eos_token_id = None  # Both go on to the end.
+        mask = torch.ones_like(prompt)
+        expected = model.generate(prompt, attention_mask=mask, max_new_tokens=NUM_IDS, do_sample=False)
+    expected = expected[0, _PROMPT:].tolist()
+    runner.clear()
+    answer = Stream(0, ids[:_PROMPT].tolist(), scattered_pages(runner, [_PROMPT + NUM_IDS])[0])
+    generate(runner, [answer], NUM_IDS, chunk=11)
+    is_equal = [a == b for a, b in zip(answer.output, expected, strict=True)]
+    return difference, [*is_equal, False].index(False)
 
 
 def _rows() -> Iterator[Row]:
@@ -124,14 +141,15 @@ def _rows() -> Iterator[Row]:
             model.save_pretrained(folder)
             ours = folders()[architecture]
             by_transformers, gpu = runs_by_transformers(folder), runs_on_gpu(folder)
-            yield Row(architecture, ours, num_lines(ours), "yes", gpu, by_transformers, _measured(model, folder))
+            yield Row(architecture, ours, num_lines(ours), "yes", gpu, by_transformers, *_measured(model, folder))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     text = PAGE.read_text()
     lines = [
-        f"| `{r.architecture}` | `{r.folder}/` | {r.lines} | {r.cpu} | {r.gpu} | {r.fallback} | {r.difference:.0e} |"
+        f"| `{r.architecture}` | `{r.folder}/` | {r.lines} | {r.cpu} | {r.gpu} | {r.fallback} | {r.difference:.0e} "
+        f"| {r.equal_ids} |"
         for r in _rows()
     ]
     table = _BEGIN + _HEAD + "".join(f"{line}\n" for line in lines)

@@ -77,6 +77,9 @@ class GuidedRun:
         self.steps = Steps(executor)
         self.tokens: list[list[int]] = [[] for _ in sources]
         self.num_late = 0
+        self.most_tokens = 0
+        """Of a row in one step, by a grammar."""
+        self.has_grammar = [source is not None for source in sources]
         self.late_by_slot = [0] * len(sources)
         self._launched: deque[StepHandle[StepResult]] = deque()
         admits = []
@@ -116,6 +119,8 @@ class GuidedRun:
         for slot, count in enumerate(result.counts.tolist()):
             self.tokens[slot] += result.ids[starts : starts + count].tolist()
             starts += count
+            if self.has_grammar[slot]:
+                self.most_tokens = max(self.most_tokens, count)
             if len(result.no_token_reasons) and result.no_token_reasons[slot] == NoToken.NO_MASK:
                 self.num_late += 1
                 self.late_by_slot[slot] += 1

@@ -17,7 +17,10 @@ from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
-FILES = {"cpu": COMPOSE / "local.yml", **{name: COMPOSE / f"{name}.yml" for name in ("simulated", "tp2", "dp-ep")}}
+FILES = {
+    "cpu": COMPOSE / "local.yml",
+    **{name: COMPOSE / f"{name}.yml" for name in ("simulated", "tp2", "dp-ep", "pd")},
+}
 # Log events of a daemon whose own code has failed: it went on, or gave up because of that.
 BUGS = (
     "background_task_failed",

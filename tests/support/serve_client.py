@@ -43,6 +43,7 @@ class ServeClient:
         self.seen: dict[int, Seen] = {}
         self.aborts: dict[int, int] = {}
         self.loads: list[scheduler_pb2.Load] = []
+        self.reservations: dict[str, scheduler_pb2.ReservationResult] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.num_token_frames = 0
         self.most_tokens_a_row = 0
@@ -138,6 +139,8 @@ class ServeClient:
             self.seen[finished.handle].finished = finished
         for rejected in frame.rejected:
             self.seen[rejected.handle].rejected = rejected
+        for answer in frame.reservation_results:
+            self.reservations[answer.transfer_id] = answer
         for result in frame.abort_results:
             self.aborts[result.abort_id] = result.outcome
 

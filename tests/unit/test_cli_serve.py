@@ -16,6 +16,8 @@ from support.fake_hub import fake_hub
 from radixmesh.cli import serve
 from radixmesh.cli.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
 from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
+from radixmesh.daemons.cluster.compose.compose import DependencyCondition
+from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.config import WorkerSettings
@@ -53,6 +55,25 @@ def test_a_file_is_no_folder() -> None:
 
 def test_the_tiny_model_can_be_served() -> None:
     assert check_model(TINY).architecture == "LlamaForCausalLM"
+
+
+def test_a_model_is_checked_without_torch() -> None:
+    """Importing it takes seconds, in which nothing would be started."""
+    program = (
+        "import sys, pathlib; from radixmesh.cli import serve; from radixmesh.cli.model_check import check_model; "
+        f"check_model(pathlib.Path({str(TINY)!r})); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_daemons_start_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited for a healthy worker would begin its imports when everything else is over."""
+    for name in ("FOLDER", "WORKER", "WORKERS", "ROUTER", "PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "1")
+    compose = read_compose([serve._COMPOSE_FILE, serve._RANKS_FILE], dict(os.environ))
+    waits = [one for service in compose.services.values() for one in service.depends_on]
+    assert len(waits) > 4 and all(one.condition is DependencyCondition.STARTED for one in waits)
 
 
 def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:

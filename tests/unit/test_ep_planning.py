@@ -18,8 +18,8 @@ requests = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3))
 """Length of the prompt, most tokens, and steps until the next one comes."""
 
 
-def ep_world(num_ranks: int, choice: DispatchChoice) -> DpWorld:
-    world = DpWorld(num_ranks, num_pages=40, dispatch=choice)
+def ep_world(num_ranks: int, choice: DispatchChoice, **choices: object) -> DpWorld:
+    world = DpWorld(num_ranks, num_pages=40, dispatch=choice, **choices)
     world.group = replace(world.group, ep_size=num_ranks)
     world.begin_epoch()
     return world
@@ -31,11 +31,12 @@ def ep_world(num_ranks: int, choice: DispatchChoice) -> DpWorld:
     wanted=st.lists(requests, min_size=1, max_size=16),
     mode=st.sampled_from([None, DispatchMode.NORMAL, DispatchMode.LOW_LATENCY]),
     depth=st.integers(0, 2),
+    align_steps=st.sampled_from([0, 1, 5]),
 )
 def test_one_shape_for_all_ranks_whatever_is_asked(
-    num_ranks: int, wanted: list[tuple[int, int, int]], mode: DispatchMode | None, depth: int
+    num_ranks: int, wanted: list[tuple[int, int, int]], mode: DispatchMode | None, depth: int, align_steps: int
 ) -> None:
-    world = ep_world(num_ranks, DispatchChoice(mode=mode, max_tokens=MAX_TOKENS))
+    world = ep_world(num_ranks, DispatchChoice(mode=mode, max_tokens=MAX_TOKENS), prefill_align_steps=align_steps)
     for index, (length, max_tokens, pause) in enumerate(wanted):
         world.submit([2 + (7 * index + token) % (VOCAB_SIZE - 2) for token in range(length)], max_tokens)
         for _ in range(pause):

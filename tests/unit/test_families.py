@@ -151,6 +151,7 @@ def test_the_table_of_families_names_all_and_counts_their_lines() -> None:
     for row in rows.values():
         assert row.lines == family_table.num_lines(row.folder), f"{row}: {_REWRITE}"
         assert row.folder == family_table.folders()[row.architecture] and row.difference <= _TOLERANCE
+        assert row.equal_ids == family_table.NUM_IDS, f"{row}: ids that transformers does not give"
         assert row.lines < 150 or row.folder == "deepseek", f"{row}: a family is a config and a mapping"
 
 

@@ -15,11 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.plans import Steps, admit, chunk, grant
 
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GrammarMatcher, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import NoToken, Release
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -74,8 +77,9 @@ class Guided:
         runner = load_cpu_runner(MODEL, num_pages=4 * PAGES, threads=1)
         assert isinstance(runner, CpuRunner)
         self.runner = runner
-        # Steps follow each other at once here, on a machine that may be busy.
-        runner.mask_wait_s = 30.0
+        # Every step waits for its masks, as long as it takes: with a bound nobody waits for an output of which one mask
+        # took a thread more than 5 ms of CPU, as on a busy machine, and its steps yield nothing.
+        runner.mask_wait_s = None
         self.generation = 0
         self.num_steps = 0
 
@@ -307,3 +311,20 @@ def test_a_masked_row_leaves_an_allowed_id(data: st.DataObject) -> None:
     assert allowed[chosen] and not np.isnan(masked).any()
     assert keeps == bool(allowed[~np.isin(np.arange(size), suppressed)].any())
     assert not keeps or chosen not in suppressed
+
+
+def test_a_worker_that_serves_has_its_library_of_grammars_ready() -> None:
+    """An output that moves to a fresh worker does not wait for an import."""
+    loaded = load_model(WorkerSettings(model=MODEL, backend=Backend.CPU, num_pages=PAGES, cpu_threads=1))
+    assert loaded.grammars is not None
+    assert loaded.grammars.tokens.encode(b"tiger")  # There once the vocabulary was read.
+
+
+def test_a_library_of_grammars_that_cannot_be_imported_leaves_a_worker_that_serves_all_others() -> None:
+    def broken() -> GrammarBackend:
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "its shared object does not load")
+
+    store = GrammarStore("xgrammar/1", broken)
+    store.prepare()
+    with pytest.raises(MeshError, match="shared object"):
+        store.get("any", b"xgrammar/1\nx")

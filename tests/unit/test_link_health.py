@@ -73,6 +73,7 @@ def links(clock: Clock, *num_running: int) -> list[SchedulerLink]:
             health=LinkHealth(clock),
             num_running=count,
             is_connected=True,
+            role=0,
             takes_submits=True,
             identity=ServedIdentity(name="m"),
             adapters=(),

@@ -26,7 +26,7 @@ class Link:
         self.is_connected = self.takes_submits = self.is_group_serving = True
         self.max_request_len = self.max_total_len = 100_000
         self.adapters, self.health = (), LinkHealth()
-        self.load = scheduler_pb2.Load()
+        self.load, self.role = scheduler_pb2.Load(), 0
 
     def replica_load(self) -> ReplicaLoad:
         return ReplicaLoad(

@@ -16,8 +16,10 @@ from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.router.served_identity import ServedIdentity
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 MODELS = ("m", "n")
+PREFILL = scheduler_pb2.SCHEDULER_ROLE_PREFILL
 
 
 class Clock:
@@ -50,6 +52,7 @@ def able_by_looking(links: list[Any], output: Output, now: float) -> list[str]:
     is_open = [link for link in candidates if link.takes_submits]
     chosen = [link for link in is_open if link.is_group_serving] or is_open
     chosen = [link for link in chosen if output.backoff_until.get(link.address, 0.0) <= now]
+    chosen = [link for link in chosen if link.role != PREFILL] or chosen
     sound = [link for link in chosen if not link.health.is_passed_over]
     if len(chosen) > 1 and any(link.health.share < 1.0 for link in sound):
         mean = sum(link.num_running for link in sound) / len(sound)
@@ -62,6 +65,7 @@ step = st.one_of(
     st.tuples(st.just("add"), number, st.sampled_from(MODELS)),
     st.tuples(st.just("remove"), number, st.none()),
     st.tuples(st.sampled_from(("takes_submits", "is_group_serving", "is_connected")), number, st.booleans()),
+    st.tuples(st.just("role"), number, st.sampled_from((0, PREFILL, 2))),
     st.tuples(st.just("lens"), number, st.tuples(st.integers(0, 40), st.integers(0, 40))),
     st.tuples(st.sampled_from(("fail", "back", "send", "refuse")), number, st.none()),
     st.tuples(st.just("pass"), st.integers(0, 12), st.none()),
@@ -82,7 +86,7 @@ def test_the_table_finds_what_looking_at_every_link_finds(steps: list[tuple[str,
             link = links[which] = FakeLink(
                 address=f"s{which}:1", model=value, identity=ServedIdentity(name=value), adapters=(), num_running=0,
                 is_connected=True, takes_submits=True, is_group_serving=True, max_request_len=30, max_total_len=30,
-                health=LinkHealth(clock), row=replicas.add(f"s{which}:1"),
+                health=LinkHealth(clock), role=0, row=replicas.add(f"s{which}:1"),
             )  # fmt: skip
             table.add(link.row, link)
         elif link is None:
@@ -115,7 +119,8 @@ def test_a_version_stands_for_what_is_served() -> None:
     table = LinkTable(Replicas(), Clock())
     link: Any = FakeLink(
         address="s:1", model="m", identity=ServedIdentity(name="m"), adapters=(), num_running=0, is_connected=True,
-        takes_submits=True, is_group_serving=True, max_request_len=30, max_total_len=30, health=LinkHealth(Clock()),
+        takes_submits=True, is_group_serving=True, max_request_len=30, max_total_len=30, role=0,
+        health=LinkHealth(Clock()),
     )  # fmt: skip
     table.add(0, link)
     before = table.version

@@ -122,6 +122,13 @@ def test_a_crowd_at_a_place_makes_a_second_prefill_no_dearer_without_end() -> No
     assert pick(make_policy("cache_aware"), candidates_of(loads, **columns)) == 1
 
 
+def test_cache_aware_keeps_outputs_even_where_all_replicas_have_many() -> None:
+    """A prompt that nobody has waits for another one's prefill rather than sit with half as many outputs again."""
+    policy = make_policy("cache_aware")
+    assert pick(policy, candidates_of({"a": 12, "b": 20}, queued_tokens=[LENGTH, 0])) == 0
+    assert pick(policy, candidates_of({"a": 12, "b": 14}, queued_tokens=[LENGTH, 0])) == 1
+
+
 def test_cache_aware_counts_what_a_prompt_would_evict() -> None:
     loads = {"full": 1, "free": 1}
     candidates = candidates_of(loads, queued_tokens=[0, 300], free_tokens=[0, 5000])

@@ -87,7 +87,7 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
         "/server_info": ServerInfoEndpoint(context),
         "/get_server_info": ServerInfoEndpoint(context),
         "/metrics": MetricsEndpoint(context),
-        "/openapi.json": OpenApiEndpoint(),
+        "/openapi.json": OpenApiEndpoint(hidden),
         "/mesh": MeshEndpoint(context),
         "/": PageEndpoint("index.html"),
         "/docs": PageEndpoint("docs.html"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import NamedTuple, get_type_hints
 
@@ -104,23 +104,25 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 class OpenApiEndpoint:
-    """GET: the description, made at the first request and kept as bytes."""
+    """GET: the description, made at the first request and kept as bytes. hidden: paths that are not served."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Collection[str] = ()) -> None:
+        self._hidden = hidden
         self._whole = b""
 
     async def __call__(self, request: Request) -> Response:
-        self._whole = self._whole or json.dumps(description()).encode()
+        self._whole = self._whole or json.dumps(description(self._hidden)).encode()
         return Response(self._whole, media_type="application/json")
 
 
-def description() -> JsonObject:
-    """The paths of OPERATIONS as an OpenAPI 3.1 document."""
-    bodies = {op.body for op in OPERATIONS.values() if op.body not in (None, NoBody)}
+def description(hidden: Collection[str] = ()) -> JsonObject:
+    """The paths of OPERATIONS, but for the hidden ones, as an OpenAPI 3.1 document."""
+    served = {path: operation for path, operation in OPERATIONS.items() if path not in hidden}
+    bodies = {op.body for op in served.values() if op.body not in (None, NoBody)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixmesh", "version": radixmesh.__version__},
-        "paths": {path: _path_item(path, operation) for path, operation in OPERATIONS.items()},
+        "paths": {path: _path_item(path, operation) for path, operation in served.items()},
         "components": {
             "schemas": {body.__name__: _schema_of(body) for body in sorted(bodies, key=lambda body: body.__name__)},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

@@ -14,6 +14,7 @@ from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.replicas import IntColumn, Replicas
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 _BoolColumn = npt.NDArray[np.bool_]
 # Requests name a model and its identity, resumed ones as their clients tell them: so many pairs are remembered.
@@ -36,6 +37,7 @@ class LinkTable:
         self._facts: dict[int, tuple[object, ...]] = {}
         self._takes_submits: _BoolColumn = np.zeros(0, dtype=np.bool_)
         self._is_serving: _BoolColumn = np.zeros(0, dtype=np.bool_)
+        self._is_prefill: _BoolColumn = np.zeros(0, dtype=np.bool_)
         self._max_request_len: IntColumn = np.zeros(0, dtype=np.int64)
         self._max_total_len: IntColumn = np.zeros(0, dtype=np.int64)
         # See LinkHealth; -inf for one that was always sound.
@@ -67,6 +69,7 @@ class LinkTable:
         if row is None:
             return
         self._takes_submits[row], self._is_serving[row] = link.takes_submits, link.is_group_serving
+        self._is_prefill[row] = link.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL
         self._max_request_len[row], self._max_total_len[row] = link.max_request_len, link.max_total_len
         self._passed_until[row], self._slow_since[row] = link.health.passed_until, link.health.slow_since
         self._all_sound_at = max(self._all_sound_at, link.health.passed_until, link.health.slow_since + SLOW_START_S)
@@ -107,7 +110,15 @@ class LinkTable:
         if output.backoff_until:
             now, until = self._clock(), output.backoff_until
             rows = rows[[until.get(link.address, 0.0) <= now for link in self.links(rows.tolist())]]
+        # Groups that prefill for others decode only where there are no others.
+        if self._is_prefill[rows].any() and not self._is_prefill[rows].all():
+            rows = rows[~self._is_prefill[rows]]
         return self._trusted(rows)
+
+    def prefilling(self, output: Output) -> list[SchedulerLink]:
+        """Those that could compute the output's prompt for another now."""
+        rows = self._candidates(output.request) & self._takes_submits & self._is_serving & self._is_prefill
+        return self.links(np.flatnonzero(rows).tolist())
 
     def nobody(self, output: Output, wait_s: float) -> MeshError:
         """The error of an output that has waited for wait_s."""
@@ -156,7 +167,7 @@ class LinkTable:
 
     def _grow(self, least: int) -> None:
         more = max(16, 2 * least) - len(self._takes_submits)
-        for name in ("_takes_submits", "_is_serving", "_max_request_len", "_max_total_len"):
+        for name in ("_takes_submits", "_is_serving", "_is_prefill", "_max_request_len", "_max_total_len"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
         for name in ("_passed_until", "_slow_since"):

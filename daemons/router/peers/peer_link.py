@@ -216,7 +216,10 @@ class PeerLink(ABC, Generic[Req, Resp]):
         now = self._clock()
         is_told = str(error) == self._last_refusal and now - self._refused_s < _SAME_LOSS_S
         if not is_told and (was_connected or str(error) != self._last_refusal):
-            log.warning("peer_lost" if was_connected else "peer_not_reached", address=self.address, error=str(error))
+            # A peer that loads is there, and says so: that is how a mesh starts.
+            is_loading = not was_connected and error.reason == ErrorReason.ERROR_REASON_NOT_SERVING
+            say = log.info if is_loading else log.warning
+            say("peer_lost" if was_connected else "peer_not_reached", address=self.address, error=str(error))
             self._refused_s = now
         self._last_refusal = str(error)
 

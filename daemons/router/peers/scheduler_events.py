@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from radixmesh.daemons.router.requests.journal import Ending, Output
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
@@ -34,6 +35,12 @@ class SchedulerEvents(Protocol):
 
     def on_scheduler_lost(self, outputs: list[Output]) -> None:
         """Outputs that were on a link which broke."""
+
+    def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
+        """The scheduler has a place for KV, or none."""
+
+    def on_prefill_over(self, transfer_id: str, *, is_handed_over: bool) -> None:
+        """A prompt that was computed for an output elsewhere: its KV is on its way, or will not come."""
 
     def on_load(self, link: SchedulerLink) -> None:
         """The scheduler has told its load."""

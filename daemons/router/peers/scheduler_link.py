@@ -15,6 +15,7 @@ from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.peers.serve_frames import ServeFrames
 from radixmesh.daemons.router.peers.serve_rows import ServeRows
+from radixmesh.daemons.router.peers.submit import prefill_of
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.requests.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.served_identity import ServedIdentity, is_same_model
@@ -58,6 +59,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
+        self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
+        """In disaggregated prefill and decode, as last announced."""
+        self._prefills: dict[int, str] = {}  # Transfer ids by handle.
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
         self._sequence = 0
@@ -170,6 +174,24 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._frames.submit(output, self._last_handle, self._sequence)
         self.wake()
 
+    def reserve(self, reservation: scheduler_pb2.Reservation) -> None:
+        """Asks for a place for KV, renews one, or gives one up; a new one is answered by on_reservation()."""
+        self._frames.add_reservation(reservation)
+        self.wake()
+
+    def prefill(self, output: Output, transfer_id: str, target: scheduler_pb2.TransferTarget) -> None:
+        """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows."""
+        self._last_handle += 1
+        self._sequence += 1
+        self._prefills[self._last_handle] = transfer_id
+        self._frames.add_prefill(prefill_of(output, self._last_handle, self._sequence, target))
+        self.wake()
+
+    @property
+    def num_prefills(self) -> int:
+        """Prompts that are computed there for outputs elsewhere."""
+        return len(self._prefills)
+
     def stop(self, output: Output, num_output: int) -> None:
         """A stop string ended output after num_output tokens; its Finished still comes."""
         self._frames.stop(scheduler_pb2.FinishedByStop(handle=output.scheduler_handle, num_output=num_output))
@@ -226,6 +248,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
+        self.role = frame.hello.role
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
         self._frames.can_share = version >= SHARING_VERSION
@@ -250,6 +273,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             number = output.scheduler_handle - self._handle_of_0
             output.count_wait(was_accepted=number <= self.load.submit_sequence)
         self._frames.clear()
+        prefills, self._prefills = list(self._prefills.values()), {}
+        for transfer_id in prefills:
+            self._events.on_prefill_over(transfer_id, is_handed_over=False)
         for answer in self._abort_answers.values():
             if not answer.done():
                 answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
@@ -270,7 +296,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self._events.on_rejected(output, self, error)
         if not self._frames.is_empty:
             self.wake()
-        return frame if frame.submits or frame.stops or frame.aborts else None
+        return frame if frame.submits or frame.stops or frame.aborts or frame.reservations else None
 
     def _on_frame(self, frame: _Response) -> None:
         if frame.HasField("tokens"):
@@ -283,7 +309,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 self._events.on_vector(output, vector.values)
         for finished in frame.finished:
             self._take_finished(finished)
+        for result in frame.reservation_results:
+            self._events.on_reservation(self, result)
         for rejected in frame.rejected:
+            self._prefill_over(rejected.handle, is_handed_over=False)
             output = self._running.get(rejected.handle)
             if output is not None and output.attempt == rejected.attempt:
                 self.release(output)
@@ -291,10 +320,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 if error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB and output.request.grammar is not None:
                     self._frames.forget_blob(output.request.grammar.hash)
                 self._events.on_rejected(output, self, error)
-        for result in frame.abort_results:
-            answer = self._abort_answers.get(result.abort_id)
+        for aborted in frame.abort_results:
+            answer = self._abort_answers.get(aborted.abort_id)
             if answer is not None and not answer.done():
-                answer.set_result(result.outcome)
+                answer.set_result(aborted.outcome)
         if frame.HasField("load"):
             has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
@@ -319,7 +348,14 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 self._without_tokens.discard(handle)
                 self._events.on_first_token(self, self._sequences[handle])
 
+    def _prefill_over(self, handle: int, *, is_handed_over: bool) -> None:
+        transfer_id = self._prefills.pop(handle, None)
+        if transfer_id is not None:
+            self._events.on_prefill_over(transfer_id, is_handed_over=is_handed_over)
+
     def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
+        is_handed_over = finished.reason == common_pb2.FINISH_REASON_HANDED_OVER
+        self._prefill_over(finished.handle, is_handed_over=is_handed_over)
         output = self._running.get(finished.handle)
         if output is None or output.attempt != finished.attempt:
             return

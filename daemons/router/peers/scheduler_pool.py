@@ -11,6 +11,7 @@ from itertools import islice
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.link_table import LinkTable
 from radixmesh.daemons.router.peers.output_moves import OutputMoves
+from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
 from radixmesh.daemons.router.placement.placement import Decision
@@ -50,6 +51,7 @@ class SchedulerPool(PeerPool):
         aliases: ModelAliases | None = None,
         waiting: WaitingOutputs | None = None,
         evens_out: bool = True,
+        prefill_min_tokens: int = 256,
         on_moved: Callable[[str, int], None] = lambda reason, count: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +63,7 @@ class SchedulerPool(PeerPool):
         self._moves = OutputMoves(
             self, placement, leave_after_s=migrate_after_s, evens_out=evens_out, on_moved=on_moved, clock=clock
         )
+        self.prefills = RemotePrefills(placement, least_tokens=prefill_min_tokens, clock=clock)
         self._links: dict[str, SchedulerLink] = {}
         # An empty queue is false.
         self.waiting = WaitingOutputs(QueueBounds(), clock=clock) if waiting is None else waiting
@@ -201,6 +204,7 @@ class SchedulerPool(PeerPool):
             # Its turn has come: what it waited for room says nothing of the scheduler that takes it now.
             output.waiting_since = self._clock()
         self.waiting.served(output)
+        self.prefills.begin(output, link)
         link.submit(output)
         self.placement.take_sent(link, decision)
 
@@ -261,6 +265,7 @@ class SchedulerPool(PeerPool):
     def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
         """The output of that submit is not at the scheduler any more."""
         self.placement.on_left(link, sequence)
+        self.prefills.end(output)
         self.turns.left(link, output)
 
     def on_load(self, link: SchedulerLink) -> None:
@@ -278,6 +283,7 @@ class SchedulerPool(PeerPool):
         """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
         self.placement.tick(now)
         self._moves.tick(now)
+        self.prefills.tick(now)
         if not self.waiting:
             return []
         # All else that could let an output run is an event; backoffs and slow starts just pass. Ten thousand may wait.

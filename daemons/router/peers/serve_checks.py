@@ -74,6 +74,6 @@ class ServeChecks:
             raise self.broken(f"a vector of {size} bytes is not what was asked for")
 
     def reason(self, finished: scheduler_pb2.Finished) -> None:
-        # No prefill is asked to hand its output over yet.
+        # Only prefills are asked to hand over, and those are no outputs.
         if int(finished.reason) not in tuple(FinishReason) or int(finished.reason) == FinishReason.HANDED_OVER:
             raise self.broken(f"an output finished for reason {finished.reason}, which is none")

@@ -26,12 +26,14 @@ class ServeFrames:
         self._submits: deque[tuple[int, Output, int]] = deque()
         self._stops: deque[scheduler_pb2.FinishedByStop] = deque()
         self._aborts: deque[scheduler_pb2.Abort] = deque()
+        self._prefills: deque[scheduler_pb2.Submit] = deque()
+        self._reservations: deque[scheduler_pb2.Reservation] = deque()
         # Hashes of the blobs that went with submits of this stream, the least recently named first.
         self._sent_blobs: OrderedDict[str, None] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
-        return not (self._submits or self._stops or self._aborts)
+        return not (self._submits or self._stops or self._aborts or self._prefills or self._reservations)
 
     def submit(self, output: Output, handle: int, sequence: int) -> None:
         """The output is submitted as it stands when its frame is made."""
@@ -43,6 +45,12 @@ class ServeFrames:
     def add_abort(self, abort: scheduler_pb2.Abort) -> None:
         self._aborts.append(abort)
 
+    def add_prefill(self, submit: scheduler_pb2.Submit) -> None:
+        self._prefills.append(submit)
+
+    def add_reservation(self, reservation: scheduler_pb2.Reservation) -> None:
+        self._reservations.append(reservation)
+
     def forget_blob(self, blob_hash: str) -> None:
         """The scheduler does not have it any more: it goes with the next submit that names it."""
         self._sent_blobs.pop(blob_hash, None)
@@ -53,6 +61,8 @@ class ServeFrames:
         self._submits.clear()
         self._stops.clear()
         self._aborts.clear()
+        self._prefills.clear()
+        self._reservations.clear()
 
     def next(self, running: Container[int]) -> tuple[scheduler_pb2.ServeRequest, list[tuple[Output, MeshError]]]:
         """The next frame, empty where nothing waits, and outputs that no frame can carry.
@@ -66,6 +76,9 @@ class ServeFrames:
             frame.stops.append(self._stops.popleft())
         while self._aborts and budget.take(self._aborts[0].ByteSize()):
             frame.aborts.append(self._aborts.popleft())
+        # Before the submit that waits for it, or with it.
+        while self._reservations and budget.take(self._reservations[0].ByteSize()):
+            frame.reservations.append(self._reservations.popleft())
         refused: list[tuple[Output, MeshError]] = []
         shared: dict[Request, int] = {}
         while self._submits:
@@ -84,6 +97,9 @@ class ServeFrames:
                 else:
                     break
             self._submits.popleft()
+        # An abort of a prefill's attempt goes before it, never with it.
+        while self._prefills and not frame.aborts and budget.take(self._prefills[0].ByteSize()):
+            frame.submits.append(self._prefills.popleft())
         return frame, refused
 
     def _submit_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.sampling import sampling_to_proto, stop_to_proto
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -34,6 +35,7 @@ def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = F
         deadline_ms=_remaining_ms(request),
         tenant=resolved.tenant,
         trace_context=request.trace_context,
+        transfer_id=output.transfer_id,
     )
     if request.grammar is not None:
         submit.grammar_hash = request.grammar.hash
@@ -56,12 +58,53 @@ def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> 
         resumed_output_ids=output.ids.tobytes(),
         logprobs_start=_logprobs_start(output),
         shares_with=shares_with,
+        transfer_id=output.transfer_id,
     )
     if request.grammar is not None:
         submit.grammar_hash = request.grammar.hash
     submit.sampling.seed = request.resolved.seeds[output.index]
     submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
     return submit
+
+
+def prefill_of(
+    output: Output, handle: int, sequence: int, target: scheduler_pb2.TransferTarget
+) -> scheduler_pb2.Submit:
+    """The prompt of an output alone, whose KV goes to `target`: nobody reads the token that it ends with."""
+    resolved = output.request.resolved
+    return scheduler_pb2.Submit(
+        handle=handle,
+        request_id=resolved.request_id,
+        index=output.index,
+        attempt=output.attempt,
+        sequence=sequence,
+        model=resolved.model,
+        task=int(resolved.task),  # type: ignore[arg-type]
+        prompt_ids=resolved.prompt_ids,
+        sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
+        # No token ends it: it is over when the first one is there.
+        stop=common_pb2.StopParams(max_tokens=2, ignore_eos=True),
+        logprobs_start=output.request.num_prompt,
+        cache_salt=resolved.cache_salt,
+        priority=resolved.priority,
+        deadline_ms=_remaining_ms(output.request),
+        tenant=resolved.tenant,
+        trace_context=output.request.trace_context,
+        send_kv_to=target,
+    )
+
+
+def reservation_of(output: Output, transfer_id: str, lease_ms: int, granule: int) -> scheduler_pb2.Reservation:
+    """Asks the scheduler of an output for a place for its prompt's KV."""
+    resolved = output.request.resolved
+    return scheduler_pb2.Reservation(
+        transfer_id=transfer_id,
+        lease_ms=lease_ms,
+        prompt_ids=resolved.prompt_ids,
+        model=resolved.model,
+        cache_salt=resolved.cache_salt,
+        granule=granule,
+    )
 
 
 def _logprobs_start(output: Output) -> int:

@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 log = get_logger(__name__)
 
@@ -190,6 +191,12 @@ class OutputFlow:
                 self._finish(output)
             else:
                 self._place_again(output)
+
+    def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
+        self.schedulers.prefills.answered(link, result)
+
+    def on_prefill_over(self, transfer_id: str, *, is_handed_over: bool) -> None:
+        self.schedulers.prefills.over(transfer_id, is_handed_over=is_handed_over)
 
     def on_load(self, link: SchedulerLink) -> None:
         self.schedulers.on_load(link)

@@ -26,6 +26,8 @@ _MODULES = {
     "llguidance": "radixmesh.daemons.runtime.guided.llguidance_backend",
 }
 BACKENDS = tuple(_MODULES)
+# Words of a mask with a token in them, at most, where a text may be forced: its beginnings are not many.
+_MOST_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,18 @@ class GreedyTokens:
 
         Each allowed token is a beginning of that token's text, or goes on behind it. The text may end within the token.
         """
-        ids = np.flatnonzero(allowed)
+        return self._forced(np.flatnonzero(allowed))
+
+    def forced_by(self, words: MaskWords) -> int | None:
+        """The same of a mask; also None where so many tokens are allowed that a look at them all would take long."""
+        indexes = np.flatnonzero(words)
+        if len(indexes) > _MOST_WORDS:
+            return None
+        bits = np.unpackbits(words[indexes].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+        which, bit = np.nonzero(bits)
+        return self._forced(32 * indexes[which] + bit)
+
+    def _forced(self, ids: npt.NDArray[np.intp]) -> int | None:
         if not len(ids) or ids[-1] >= len(self._texts):
             return None
         first_bytes = self._first_bytes[ids]

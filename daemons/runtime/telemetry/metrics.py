@@ -185,6 +185,11 @@ class Metrics:
             "Times a request waited for a prefix that another computed, instead of computing it too.",
             deprecated="radixmesh_requests_held_back_total",
         )
+        self.prefills_held = make.counter(
+            "radixmesh_prefills_held_total",
+            by,
+            "Steps that admitted nobody, so that prompts of several data-parallel ranks begin together.",
+        )
         self.queued_tokens = make.gauge("radixmesh_queued_tokens", by, "Tokens of requests that wait.")
         self.decode_reserve_tokens = make.gauge(
             "radixmesh_decode_reserve_tokens",
@@ -287,6 +292,17 @@ class Metrics:
         )
         self.expert_move_longest_seconds = make.gauge(
             "radixmesh_expert_move_longest_seconds", by, "Longest time that a step was given to moving experts."
+        )
+        self.kv_transfers = make.counter(
+            "radixmesh_kv_transfers_total",
+            by,
+            "KV transfers by outcome: handed_over (prefill side), arrived or failed (decode side).",
+            ["outcome"],
+        )
+        for outcome in ("handed_over", "arrived", "failed"):
+            self.kv_transfers.labels(outcome)
+        self.kv_transfer_tokens = make.counter(
+            "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
         )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."

@@ -88,9 +88,15 @@ class GroupClient:
         self._on_state = on_state
         self._connect = connect
         self._last_stream: GroupStream | None = None
+        self._last_error = ""
         self._random = random.Random(instance_id)
         self.identity = common_pb2.ModelIdentity()
         """Of the model that the group serves, as last seen."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the workers by rank."""
+        return self._addresses
 
     async def claim(self) -> ClaimedGroup:
         """Returns once the group is ours, however long that takes."""
@@ -109,11 +115,13 @@ class GroupClient:
             try:
                 group = await self._try_claim(stream, ranks)
                 if group is not None:
-                    self._last_stream = stream
+                    self._last_stream, self._last_error = stream, ""
                     return group
                 backoff = STANDBY_POLL_S
             except (MeshError, TimeoutError) as error:
-                log.info("group_not_claimed", workers=self._addresses, error=str(error) or "timeout")
+                if str(error) != self._last_error:  # A worker that loads says the same for minutes.
+                    log.info("group_not_claimed", workers=self._addresses, error=str(error) or "timeout")
+                self._last_error = str(error)
                 if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED:
                     self._on_state(GroupState.STANDBY)
                 else:

@@ -45,6 +45,8 @@ class GroupInfo:
     """Of the grammars that the workers follow; empty = none."""
     kv_dtype: str = ""
     kv_layout: str = ""
+    has_transfers: bool = False
+    """The workers send KV to others and take it from them."""
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
         """True if a rank is the successor of a process of `former` that somebody killed or asked to leave."""

@@ -42,8 +42,20 @@ class WorkerStream:
         self._takes_alive = False
         self.takes_plan_batches = False
         """The worker takes several plans in one message."""
+        self.transfer_kv = worker_pb2.KvFormat()
+        """Of the KV that the worker sends and takes; empty: it does neither."""
         self.placement: worker_pb2.ExpertPlacement | None = None
         """Of experts that ranks share, once claimed."""
+
+    @property
+    def transport(self) -> RankTransport:
+        """For calls beside the stream."""
+        return self._transport
+
+    @property
+    def instance_id(self) -> str:
+        """Ours, as the worker knows the holder of the epoch."""
+        return self._ours.instance_id
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
@@ -55,6 +67,7 @@ class WorkerStream:
         self.contract_version = check_hello(answer.hello.hello, self._ours)
         self._takes_alive = answer.hello.capabilities.takes_alive
         self.takes_plan_batches = answer.hello.capabilities.takes_plan_batches
+        self.transfer_kv.CopyFrom(answer.hello.capabilities.transfer_kv)
         return answer.hello
 
     async def complete(self, plan: bytes) -> None:

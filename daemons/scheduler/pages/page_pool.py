@@ -107,15 +107,19 @@ class PagePool:
         self._push(self._move(pages, TRANSITIONS["end_save"]))
 
     def load(self, num: int) -> IntArray:
-        """`num` free pages, int32 [num], that are being filled from the host; their generations go up by one."""
+        """`num` free pages, int32 [num], that are being filled; their generations go up by one."""
         assert num <= self._num_free, (num, self._num_free)
         pages = self._pop(num, TRANSITIONS["load"])
         self.generations[pages] += 1
         return pages
 
     def end_load(self, pages: IntArray) -> None:
-        """Pages that were filled from the host become the prefix cache's."""
+        """Pages that were filled become the prefix cache's."""
         self._move(pages, TRANSITIONS["end_load"])
+
+    def drop_load(self, pages: IntArray) -> None:
+        """Pages that were to be filled become free."""
+        self._push(self._move(pages, TRANSITIONS["drop_load"]))
 
     def quarantine(self, pages: IntArray) -> None:
         """Takes pages out of use, whatever they are. A quarantined one stays so."""

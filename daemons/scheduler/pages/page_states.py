@@ -5,7 +5,8 @@
   OWNED, CACHED --lease--> LEASED --end_lease--> FREE           a transfer reads or writes the page
   FREE --lease_pinned--> LEASED                                 a transfer that outlived its scheduler still uses it
   OWNED, CACHED --save--> SAVING --end_save--> FREE             the page is being copied to the host
-  FREE --load--> LOADING --end_load--> CACHED                   the page is being filled from the host
+  FREE --load--> LOADING --end_load--> CACHED                   the page is being filled by a transfer, or from the host
+                 LOADING --drop_load--> FREE                    it did not come, or the cache has it by now
   any --quarantine--> QUARANTINED                               until the next epoch
 
 A page of a running slot that only shares it is CACHED: the slot locks it in the prefix cache.
@@ -53,7 +54,8 @@ TRANSITIONS: dict[str, Transition] = {
     "end_lease": Transition((_LEASED,), _FREE, "SlotPages.end_lease"),
     "save": Transition((_OWNED, _CACHED), _SAVING),
     "end_save": Transition((_SAVING,), _FREE),
-    "load": Transition((_FREE,), _LOADING),
-    "end_load": Transition((_LOADING,), _CACHED),
+    "load": Transition((_FREE,), _LOADING, "SlotPages.begin_load"),
+    "end_load": Transition((_LOADING,), _CACHED, "SlotPages.end_load"),
+    "drop_load": Transition((_LOADING,), _FREE, "SlotPages.drop_load"),
     "quarantine": Transition(tuple(int(state) for state in PageState), _QUARANTINED, "quarantine_doubtful"),
 }

@@ -48,8 +48,11 @@ class SlotPages:
         return self.pool.num_free + self.cache.num_evictable
 
     def namespace_of(self, sequence: Sequence) -> Namespace:
-        name = sequence.cache_name
-        return Namespace(name, self._weights_version) if name else self._common
+        return self.namespace_named(sequence.cache_name)
+
+    def namespace_named(self, cache_name: str) -> Namespace:
+        """That of requests with this cache name."""
+        return Namespace(cache_name, self._weights_version) if cache_name else self._common
 
     def probe(self, sequence: Sequence) -> Probe:
         """The result that match() would have for a sequence's tokens; changes nothing."""
@@ -130,6 +133,29 @@ class SlotPages:
         leased = leased[self.pool.states_of(leased) == _LEASED]
         self.pool.end_lease(leased)
         return len(leased)
+
+    def begin_load(self, num: int) -> IntArray:
+        """Pages that KV is written to from elsewhere; num_available must suffice."""
+        missing = num - self.pool.num_free
+        if missing > 0:
+            self.num_evicted += self._evict(self.cache.evict(missing))
+        return self.pool.load(num)
+
+    def end_load(self, held: Match, namespace: Namespace, ids: IntArray, pages: IntArray) -> Match:
+        """The KV of `ids` behind a locked match is in these pages: they become the cache's, and the lock moves to all.
+
+        Those that the cache has got from somewhere else meanwhile are free.
+        """
+        all_pages = np.concatenate([held.pages, pages])
+        num_held = len(held.pages)
+        match, num_known = self.cache.extend(held, namespace, ids, all_pages)
+        self.drop_load(all_pages[num_held:num_known])
+        self.pool.end_load(all_pages[max(num_held, num_known) :])
+        return match
+
+    def drop_load(self, pages: IntArray) -> None:
+        """No KV is in these pages that anybody may read."""
+        self.pool.drop_load(pages)
 
     def _evict(self, pages: IntArray) -> int:
         """Pages that the cache has just given up are free."""

@@ -53,6 +53,8 @@ class PlannerCounters:
     """Of them, for a higher priority."""
     num_prefix_deduplications: int = 0
     """Times a request waited for a prefix that another computed."""
+    num_held_plans: int = 0
+    """Plans that admitted nobody, so that prompts of several ranks begin together."""
     num_page_violations: int = 0
     num_short_rows: int = 0
     """Decode rows that came back without a token."""

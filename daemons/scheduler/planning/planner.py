@@ -44,6 +44,8 @@ from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
+from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
 
 class Planner:
@@ -76,6 +78,8 @@ class Planner:
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
+        self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
+        self.handovers = KvHandovers(self._finish)
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
@@ -194,7 +198,16 @@ class Planner:
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         self.experts.begin_epoch(epoch, group.experts, group.barrier_ops)
         limits = settings.prefill_limits(group)
-        self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer, self.grammars)
+        self.prefill = Prefill(
+            limits,
+            self.queue,
+            self._decode_reserve,
+            self.counters,
+            self._observer,
+            self.grammars,
+            self.arrivals,
+            self.handovers,
+        )
         for sequence in self.submissions.live():
             try:
                 check_submission(sequence.submission, group)
@@ -217,6 +230,8 @@ class Planner:
         self.counters.evicted_pages += state.num_evicted
         self.queue.unpark_all()
         self.grammars.begin_epoch()
+        self.arrivals.begin_epoch()
+        self.handovers.begin_epoch()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
         poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
@@ -249,9 +264,10 @@ class Planner:
         state, prefill = self._state, self.prefill
         if state is None or prefill is None:
             return None
+        self.arrivals.pass_time(state, now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
-        if self.flush.is_wanted and self.flush.may_run(state):
+        if self.flush.is_wanted and not len(self.arrivals) and self.flush.may_run(state):
             return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
@@ -301,6 +317,7 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        self.handovers.processed(state)
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)

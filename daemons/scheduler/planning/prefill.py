@@ -13,12 +13,15 @@ from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
+from radixmesh.daemons.scheduler.planning.prefill_alignment import PrefillAlignment
 from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, rank_order
 from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
+from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
 # Upper bound of sequences that wait for a prefix at a time: more could not all run next anyway.
 _MAX_WAITING = 256
@@ -28,13 +31,14 @@ _MAX_WAITING = 256
 class PrefillLimits:
     """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots, max_running_of_rank:
     in those of one data-parallel rank. ahead_pages: granted beyond the prompt when its prefill finishes.
-    inflight_prefix_min_tokens: see InflightPrefixes."""
+    inflight_prefix_min_tokens: see InflightPrefixes. align_steps: see PrefillAlignment."""
 
     chunk_tokens: int
     max_running: int
     ahead_pages: int
     max_running_of_rank: int
     inflight_prefix_min_tokens: int = 32
+    align_steps: int = 0
 
 
 class Prefill:
@@ -48,6 +52,8 @@ class Prefill:
         counters: PlannerCounters,
         observer: SequenceObserver,
         grammars: GrammarGate,
+        arrivals: KvArrivals,
+        handovers: KvHandovers,
     ) -> None:
         self._observer = observer
         self._limits = limits
@@ -55,12 +61,15 @@ class Prefill:
         self._decode_reserve = decode_reserve
         self._counters = counters
         self._grammars = grammars
+        self._arrivals = arrivals
+        self._handovers = handovers
         self._inflight_prefixes = InflightPrefixes(
             queue,
             counters,
             min_tokens=limits.inflight_prefix_min_tokens,
             max_waiting=min(_MAX_WAITING, limits.max_running),
         )
+        self._alignment = PrefillAlignment(limits.align_steps, limits.max_running_of_rank)
         self._num_reserved: dict[int, int] = {}
         """Pages that running requests of a rank are expected to ask for, where counted in this plan."""
         self._loads: RankLoads | None = None
@@ -79,6 +88,9 @@ class Prefill:
         if only is not None:
             may_admit &= only.lifecycle is Lifecycle.WAITING
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
+        if only is None and may_admit and self._alignment.holds(state, len(self._queue)):
+            self._counters.num_held_plans += 1
+            return
         blocked: set[int] = set()
         for sequence in state.prefilling:
             rank = state.table.rank_of(sequence.slot)
@@ -150,6 +162,8 @@ class Prefill:
             return False
         if sequence.submission.grammar is not None and not self._grammars.may_pass(sequence):
             return True
+        if sequence.submission.transfer_id and not self._arrivals.may_pass(sequence):
+            return True
         if table.num_ranks == 1:
             return table.num_running < limits.max_running_of_rank and self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
@@ -183,6 +197,7 @@ class Prefill:
         slot = state.table.take(sequence, cached_len, rank)
         state.ranks[rank].attach(slot, match)
         sequence.lifecycle = Lifecycle.RUNNING
+        self._handovers.admitted(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(cached_len, sequence.prompt_len)
         self._counters.admitted(sequence.total_len, cached_len)

@@ -45,10 +45,14 @@ class PlannerSettings:
     """Priorities also count against requests of other tenants."""
     inflight_prefix_min_tokens: int = 32
     """A request waits for a common prefix of at least so many tokens that another is computing."""
+    prefill_align_steps: int = 0
+    """See PrefillAlignment."""
     dispatch: DispatchChoice = DispatchChoice()
     """Way to experts that are divided among ranks."""
     balance: BalanceSettings = BalanceSettings()
     """When experts move between ranks."""
+    transfer_timeout_s: float = 3.0
+    """A request waits so long for KV from elsewhere that makes no progress."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 
@@ -68,6 +72,7 @@ class PlannerSettings:
             max_running_of_rank=min(group.num_slots, self.step_tokens(group)),
             ahead_pages=self.ahead_pages(group),
             inflight_prefix_min_tokens=self.inflight_prefix_min_tokens,
+            align_steps=self.prefill_align_steps,
         )
 
     def queue_settings(self) -> QueueSettings:

@@ -6,10 +6,17 @@ from collections.abc import Iterator
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.scheduler.config import Role
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
+
+_ROLES = {
+    Role.BOTH: scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED,
+    Role.PREFILL: scheduler_pb2.SCHEDULER_ROLE_PREFILL,
+    Role.DECODE: scheduler_pb2.SCHEDULER_ROLE_DECODE,
+}
 
 
 def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load:
@@ -57,6 +64,7 @@ def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHe
         hello=make_hello(daemon="scheduler", instance_id=instance_id, model=model),
         page_size=group.page_size if group is not None else 0,
         num_pages=group.num_pages if group is not None else 0,
+        role=_ROLES[loop.role],
     )
 
 
@@ -78,6 +86,10 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         cache_revision=planner.cache_feed.revision,
         expert_balancedness=counters.expert_load.balancedness,
         num_expert_placements=planner.experts.num_placed,
+        num_kv_arrived=planner.arrivals.num_arrived,
+        num_kv_failed=planner.arrivals.num_failed,
+        num_kv_handed_over=planner.handovers.num_started,
+        num_kv_arriving=len(planner.arrivals),
     )
     if planner.state is not None:
         counts = planner.state.page_counts()

@@ -30,6 +30,7 @@ from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
+from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks, yielded
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
@@ -149,6 +150,7 @@ class DeviceRunner(ModelRunner):
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
+        self._chains: SlotChains | None = None
 
     def verify(
         self,
@@ -157,33 +159,38 @@ class DeviceRunner(ModelRunner):
         max_drafts: int,
         graph_rows: tuple[int, ...] | None = None,
         lengths: DraftLengths | None = None,
+        max_forced: int | None = None,
     ) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, as `CpuRunner.verify`.
 
         To be called before an executor is made of the runner. graph_rows: sizes of the steps that are captured; None:
-        those of the runner's limits. lengths: says which steps draft; None: all do.
+        those of the runner's limits. lengths: says which steps draft; None: all do. max_forced: rows may follow
+        grammars, and draft up to so many ids of what these force; `drafter` drafts on the device then, or nothing.
         Attention that needs exact lengths verifies nothing.
         """
         if self._attention.needs_exact_lengths:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
-        # Masks of drafted positions are not built.
-        self.takes_grammars = False
         max_rows = self._limits.num_slots * self.max_tokens_per_row
         with self.device.in_order(), torch.inference_mode():
             self._attention.reserve(max_rows)
-            self._sampler = self._create_sampler(max_rows=max_rows, keeps_tokens=True)
-            parts = self.device, self.model, self._attention, self.slots, self._sampler
+            self.takes_grammars = max_forced is not None
+            if max_forced is not None:
+                self._chains = SlotChains(
+                    self.device, self._limits.num_slots, max_rows, vocab_size=self.vocab_size, max_forced=max_forced
+                )
+            self._sampler = self._create_sampler(max_rows=max_rows, keeps_tokens=True, masks=self._chains)
             self._verify = VerifySteps(
-                *parts,
+                *(self.device, self.model, self._attention, self.slots, self._sampler),
                 drafter,
                 max_drafts=max_drafts,
                 page_size=self.page_size,
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
                 lengths=lengths,
+                chains=self._chains,
             )
-            self._verify.capture()
+            self._verify.capture(self.model.dtype)
             self.device.record_event().wait()
 
     def can_batch(self, sampling: Sampling) -> bool:
@@ -197,7 +204,7 @@ class DeviceRunner(ModelRunner):
             self._verify.admitted(admit)
 
     def mask_sink(self, admit: Admit) -> MaskSink | None:
-        return self.masks.sink(admit)
+        return self.masks.sink(admit) if self._chains is None else self._chains.sink(admit)
 
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is

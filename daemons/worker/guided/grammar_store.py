@@ -6,14 +6,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend, GreedyTokens
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 # Memory of grammars that no slot follows any more; those of slots live as long as these.
 MAX_BYTES = 256 << 20
 
 
 class GrammarStore:
-    """Any thread may call. make_backend: imports the library and sorts the vocabulary: seconds, at the first grammar.
+    """Any thread may call. make_backend: imports the library and sorts the vocabulary, which takes seconds: at
+    prepare(), otherwise at the first grammar.
 
     format: of the artefacts that it reads, "" = none, the library is not installed here.
     """
@@ -30,6 +35,19 @@ class GrammarStore:
         # The step thread, which asks for what is there, does not wait for a grammar that is being read.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
+
+    def prepare(self) -> None:
+        """Makes the library ready before the worker serves.
+
+        Guided outputs that move here from another worker would stall for its import, and all others with them while it
+        holds the interpreter: 9 s on a busy machine.
+        """
+        with self._reading:
+            try:
+                self._backend = self._backend or self._make_backend()
+            except MeshError as error:
+                # Requests that need it are told so; all others can be served.
+                log.warning("grammars_not_ready", error=str(error))
 
     def is_grammar(self, blob: bytes) -> bool:
         """True for a blob that says it is one, of whatever version."""

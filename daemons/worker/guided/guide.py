@@ -20,7 +20,8 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
-from radixmesh.daemons.worker.guided.mask_memory import HostSink, MaskMemory, MaskSink
+from radixmesh.daemons.worker.guided.chain import NO_CHAIN, chain_behind
+from radixmesh.daemons.worker.guided.mask_memory import ChainSink, HostSink, MaskMemory, MaskSink
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -57,6 +58,7 @@ class Guide:
         self._num_replayed = 0
         self._forced: Sequence[int] = ()
         self._masks: list[BoolArray | None] = []
+        self._chain = NO_CHAIN
         self._lock = threading.Lock()
         self._pending: list[int] = []
         # run() is called for it in any case.
@@ -158,12 +160,13 @@ class Guide:
                 or self._is_over
                 or self._is_closed
                 or self.error is not None
+                or isinstance(self._sink, ChainSink)
                 or self._num_replayed < len(self._output_ids)
             ):
                 return None
             return self._matcher, self._pending.pop()
 
-    def place(self) -> tuple[MaskMemory | None, int, int]:
+    def mask_location(self) -> tuple[MaskMemory | None, int, int]:
         """Behind take_one(): the memory, its row and the position of the mask behind that token."""
         return self._sink.memory, self._sink.row, self._position + 1
 
@@ -218,6 +221,15 @@ class Guide:
             if not self._matcher.accept(token) and not self._matcher.is_over:
                 raise stuck()
         is_over = self._matcher.is_over
+        if isinstance(self._sink, ChainSink) and not is_over:
+            assert self._tokens is not None
+            sink, before = self._sink, self._chain
+            chain = chain_behind(self._matcher, self._tokens, tokens, before, sink.max_forced, len(sink.words))
+            if not chain.masks[0].any():
+                raise stuck()
+            self._chain = chain
+            sink.publish_chain(self._position, np.stack(chain.masks), chain.forced)
+            return
         if not is_over:
             self._matcher.fill(self._sink.words)
         self._publish(is_over=is_over)

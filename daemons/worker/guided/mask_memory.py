@@ -11,17 +11,23 @@ from radixmesh.daemons.runtime.guided.backend import MaskWords
 
 
 class MaskMemory(ABC):
-    """Masks of many outputs that a device reads where they lie. all_words: int32 [rows, words]."""
+    """Masks of many outputs that a device reads where they lie. num_words: of a mask.
 
-    all_words: MaskWords
+    A host may read such memory a hundred times slower than its own (where the driver maps it write-combined), and a
+    library that fills a mask clears it bit by bit. So masks are filled elsewhere, and written here whole.
+    """
+
+    num_words: int
 
     @abstractmethod
-    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """These rows hold the masks of the tokens at these positions of prompt and output. Any thread."""
+    def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """words, int32 [rows, words], are the masks of the tokens at these positions of prompt and output; `rows` are
+        those of this memory. Any thread."""
 
 
 class MaskSink(ABC):
-    """Memory of one output's masks. One thread at a time. words: row `row` of `memory`, where it is of one."""
+    """Memory of one output's masks. One thread at a time. words: to be filled, the host's own memory. row: of `memory`,
+    where a device reads the masks."""
 
     words: MaskWords
     memory: MaskMemory | None = None
@@ -34,6 +40,16 @@ class MaskSink(ABC):
     @abstractmethod
     def release(self) -> None:
         """The output has ended, and nothing is written any more."""
+
+
+class ChainSink(MaskSink):
+    """Memory of a mask and of those behind tokens that the grammar forces. max_forced: most of them at a time."""
+
+    max_forced: int
+
+    @abstractmethod
+    def publish_chain(self, position: int, words: MaskWords, forced: Sequence[int]) -> None:
+        """words [1 + forced ids, num_words]: the mask of the token at `position`, and of the one behind each id."""
 
 
 class HostSink(MaskSink):

@@ -6,6 +6,7 @@ longer than the masks do. An output that was slow, or may have been, has calls o
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide, stuck
 from radixmesh.daemons.worker.guided.mask_memory import MaskMemory
 
 _HEAD_WORDS = 64
+# Kept by each thread: memory of this size, given back and taken anew, costs more page faults than the masks cost time.
+_own = threading.local()
 
 
 def run_together(guides: Sequence[Guide]) -> list[Guide]:
@@ -49,61 +52,64 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     except Exception as error:  # Matchers may be anywhere now: none of them goes on.
         errors = [error] * len(taken)
     chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
-    places = [guides[index].place() for index in chosen]
-    memory = places[0][0] if places else None
-    is_direct = memory is not None and all(place[0] is memory for place in places)
-    if memory is not None and is_direct:
-        words, rows = memory.all_words, [row for _, row, _ in places]
-    else:
-        words, rows = np.empty((len(chosen), guides[0].num_words), np.int32), list(range(len(chosen)))
+    locations = [guides[index].mask_location() for index in chosen]
+    memory = locations[0][0] if locations else None
+    is_direct = memory is not None and all(location[0] is memory for location in locations)
+    words = _own_words(len(chosen), guides[0].num_words)
     if chosen:
-        _fill_together(matchers, chosen, words, rows, errors)
+        _fill_together(matchers, chosen, words, errors)
     took_s = time.thread_time() - began
     is_suspect = took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides)
     published: set[int] = set()
     if memory is not None and is_direct:
-        published = _publish_together(memory, chosen, places, errors)
-    masks = dict(zip(chosen, rows, strict=True))
+        published = _publish_together(memory, words, chosen, locations, errors)
+    masks = dict(zip(chosen, words, strict=True))
     again: list[Guide] = []
     for index, guide in enumerate(guides):
-        row = masks.get(index)
-        mask = None if row is None or index in published else words[row]
+        mask = None if index in published else masks.get(index)
         if guide.finish_one(mask, errors[index], is_suspect=is_suspect, is_published=index in published):
             again.append(guide)
     return again
 
 
+def _own_words(num: int, num_words: int) -> MaskWords:
+    """This thread's memory for so many masks."""
+    words: MaskWords | None = getattr(_own, "words", None)
+    if words is None or len(words) < num or words.shape[1] != num_words:
+        words = _own.words = np.zeros((num, num_words), np.int32)
+    return words[:num]
+
+
 def _fill_together(
-    matchers: Sequence[GrammarMatcher],
-    chosen: Sequence[int],
-    words: MaskWords,
-    rows: Sequence[int],
-    errors: list[Exception | None],
+    matchers: Sequence[GrammarMatcher], chosen: Sequence[int], words: MaskWords, errors: list[Exception | None]
 ) -> None:
-    """Masks of the chosen matchers into these rows of `words`, an error where there is none."""
+    """Masks of the chosen matchers into the rows of `words`, an error where there is none."""
     try:
-        matchers[0].fill_all([matchers[index] for index in chosen], words, rows)
+        matchers[0].fill_all([matchers[index] for index in chosen], words, range(len(chosen)))
     except Exception:  # One output's: its own call tells which one's.
-        for index, row in zip(chosen, rows, strict=True):
+        for index, mask in zip(chosen, words, strict=True):
             try:
-                matchers[index].fill(words[row])
+                matchers[index].fill(mask)
             except Exception as error:
                 errors[index] = error
 
 
 def _publish_together(
     memory: MaskMemory,
+    words: MaskWords,
     chosen: Sequence[int],
-    places: Sequence[tuple[MaskMemory | None, int, int]],
+    locations: Sequence[tuple[MaskMemory | None, int, int]],
     errors: Sequence[Exception | None],
 ) -> set[int]:
     """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
     # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
-    heads: MaskWords = np.bitwise_or.reduce(memory.all_words[[row for _, row, _ in places], :_HEAD_WORDS], axis=1)
+    heads: MaskWords = np.bitwise_or.reduce(words[:, :_HEAD_WORDS], axis=1)
     good = [
-        (index, row, position)
-        for index, (_, row, position), is_allowing in zip(chosen, places, heads.tolist(), strict=True)
+        number
+        for number, (index, is_allowing) in enumerate(zip(chosen, heads.tolist(), strict=True))
         if is_allowing and errors[index] is None
     ]
-    memory.publish([row for _, row, _ in good], [position for _, _, position in good])
-    return {index for index, _, _ in good}
+    if len(good) < len(chosen):
+        words = words[good]
+    memory.publish(words, [locations[number][1] for number in good], [locations[number][2] for number in good])
+    return {chosen[number] for number in good}

@@ -30,22 +30,27 @@ class Target:
 
 
 def gather(
-    executor: StepExecutor, pages: IntArray, generations: IntArray, num_tokens: int, memory: ByteArray, stamp: bytes
+    executor: StepExecutor,
+    pages: IntArray,
+    generations: IntArray,
+    tokens: range,
+    memory: ByteArray,
+    stamp: bytes,
 ) -> None:
-    """Copies the first tokens of consecutive pages, int32, to a region's memory, with its stamps.
+    """Copies tokens of consecutive pages, int32, counted from the first page on, to a region's memory, with its stamps.
 
     Raises PAGE_CONFLICT for a page that does not hold what the caller takes it for.
     """
     records, runner, size = executor.records, executor.runner, executor.limits.page_size
-    if len(pages) != len(generations) or len(pages) != -(-num_tokens // size) or not _are_pages(executor, pages):
-        raise _conflict(f"{len(pages)} pages do not hold {num_tokens} tokens: name those of the tokens, in order")
+    if len(pages) != len(generations) or len(pages) != -(-tokens.stop // size) or not _are_pages(executor, pages):
+        raise _conflict(f"{len(pages)} pages do not hold {len(tokens)} tokens: name those of the tokens, in order")
     held = records.filled[pages].astype(np.int64)
-    held[-1] += len(pages) * size - num_tokens
+    held[-1] += len(pages) * size - tokens.stop
     if (records.generations[pages] != generations).any() or (held < size).any():
         raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
     token_bytes = runner.kv_token_bytes
-    for chunk in chunks_of(num_tokens, token_bytes):
-        data = runner.read_kv(_places(pages, chunk.first, chunk.num, size))
+    for chunk in chunks_of(len(tokens), token_bytes):
+        data = runner.read_kv(_places(pages, tokens.start + chunk.first, chunk.num, size))
         memory[chunk.offset : chunk.offset + chunk.num * token_bytes] = data
     memory[:STAMP_BYTES] = memory[-STAMP_BYTES:] = np.frombuffer(stamp, np.uint8)
 

@@ -144,9 +144,10 @@ class KvTransfers:
         pages = unpack_ints(request.source_pages, "source_pages")
         generations = unpack_ints(request.source_generations, "source_generations")
         memory, emission = self.staging.take(num_bytes), Emission()
-        stamp = _key_of(region).stamp()
+        stamp, skipped = _key_of(region).stamp(), request.first_token % executor.limits.page_size
+        tokens = range(skipped, skipped + request.num_tokens)
         try:
-            await self._run(lambda: gather(executor, pages, generations, request.num_tokens, memory, stamp))
+            await self._run(lambda: gather(executor, pages, generations, tokens, memory, stamp))
         except BaseException:
             emission.abort()
             self.staging.give_back(memory)

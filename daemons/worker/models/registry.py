@@ -7,9 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from radixmesh.daemons.worker.models.model import ModelFamily
 from radixmesh.daemons.worker.registry import Registry
+
+if TYPE_CHECKING:
+    # Imports torch, which takes seconds: who asks for names alone does without.
+    from radixmesh.daemons.worker.models.model import ModelFamily
 
 
 def model_families() -> Registry[ModelFamily]:
@@ -26,6 +30,8 @@ def model_families() -> Registry[ModelFamily]:
 
 
 def _create(package: str) -> ModelFamily:
+    from radixmesh.daemons.worker.models.model import ModelFamily
+
     family = import_module(package).create_family()
     assert isinstance(family, ModelFamily), package
     return family

@@ -288,6 +288,7 @@ class StepExecutor:
         tokens: IntArray | None = None
         if self._is_bounded:
             batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
+            tokens = output.tokens
         elif batch.is_certain is not None:
             is_certain, size = batch.is_certain, self.limits.page_size
             batch, tokens = settle_guided(batch, output, ~is_certain, self.table, self.records, size)

@@ -98,6 +98,9 @@ def late_indexes(batch: ForwardBatch, output: StepOutput) -> Sequence[int]:
     indexes = [row.index for row in batch.late_rows]
     if output.counts is not None and batch.is_certain is not None:
         indexes += batch.row_indexes[(output.counts == 0) & ~batch.is_certain].tolist()
+    if output.counts is not None and batch.rows.bounds is not None:
+        has_room = batch.rows.positions + 1 < batch.rows.bounds.max_lens
+        indexes += batch.row_indexes[(output.counts == 0) & has_room].tolist()
     return indexes
 
 
@@ -105,7 +108,7 @@ def sampled_tokens(
     batch: ForwardBatch, output: StepOutput, tokens: IntArray | None, table: SlotTable
 ) -> list[tuple[int, Sequence[int]]]:
     """Tokens of slots that may follow a grammar and still hold the request of the launch. tokens: of the
-    rows, -1 where there is none; None: no row follows one."""
+    rows, -1 where there is none, or of rows with bounds all of them; None: no row follows one."""
 
     def is_same(slot: int, generation: int) -> bool:
         # A released slot keeps its generation.
@@ -115,7 +118,15 @@ def sampled_tokens(
     for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
         if segment.sample is not None and is_same(row.slot, row.generation):
             sampled.append((row.slot, got.tokens))
-    if tokens is not None and batch.is_certain is not None:
+    if tokens is not None and batch.rows.bounds is not None and output.counts is not None:
+        ends = np.cumsum(output.counts).tolist()
+        rows = zip(batch.rows.slots.tolist(), batch.row_generations.tolist(), output.counts.tolist(), ends, strict=True)
+        sampled += [
+            (slot, tokens[end - count : end].tolist())
+            for slot, generation, count, end in rows
+            if count and is_same(slot, generation)
+        ]
+    elif tokens is not None and batch.is_certain is not None:
         slots = batch.rows.slots
         is_occupant = table.is_occupied[slots] & (table.generations[slots] == batch.row_generations)
         chosen = ~batch.is_certain & (tokens >= 0) & is_occupant

@@ -47,7 +47,8 @@ class SlotMasks(MaskMemory):
         self._host = HostMasks(
             words_MW=device.host_ints(num_masks, -(-vocab_size // 32)), positions_M=device.host_ints(num_masks)
         )
-        self.all_words: MaskWords = self._host.words_MW.numpy()
+        self._words: MaskWords = self._host.words_MW.numpy()
+        self.num_words = self._words.shape[1]
         self._positions: IntArray = self._host.positions_M.numpy()
         self._free = list(range(num_masks - 1, -1, -1))
         self._lock = threading.Lock()
@@ -126,8 +127,11 @@ class SlotMasks(MaskMemory):
         self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        self._positions[rows] = positions
+    def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
+        self._words[rows] = words
+        # Write-combined stores are in no order; the instructions that take a lock wait for those before them.
+        with self._lock:
+            self._positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
@@ -138,10 +142,10 @@ class _Row(MaskSink):
     def __init__(self, masks: SlotMasks, row: int) -> None:
         self.memory = self._masks = masks
         self.row = row
-        self.words = masks.all_words[row]
+        self.words = np.zeros(masks.num_words, np.int32)
 
     def publish(self, position: int) -> None:
-        self._masks.publish([self.row], [position])
+        self._masks.publish(self.words[None], [self.row], [position])
 
     def release(self) -> None:
         self._masks.release(self.row)

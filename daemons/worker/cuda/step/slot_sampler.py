@@ -11,6 +11,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -41,7 +42,7 @@ class SlotSampler:
         vocab_size: int,
         max_total_len: int,
         device: torch.device,
-        masks: SlotMasks | None = None,
+        masks: SlotMasks | SlotChains | None = None,
         keeps_tokens: bool = False,
     ) -> None:
         """keeps_tokens: tokens_SL has those of all slots, not only of slots with penalties: drafters look there."""

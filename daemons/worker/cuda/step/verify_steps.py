@@ -24,13 +24,14 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, Dev
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.slot_chains import ForcedDrafts, SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, NoDrafts, drafts_of
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.drafts import (
@@ -89,10 +90,17 @@ class VerifySteps:
         page_size: int,
         graph_rows: tuple[int, ...],
         lengths: DraftLengths | None = None,
+        chains: SlotChains | None = None,
     ) -> None:
-        """lengths: says before each step whether it drafts; None: all do."""
+        """lengths: says before each step whether it drafts; None: all do. chains: masks of the slots that follow
+        grammars, which are drafted from there; None: none does."""
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
+        self._chains = chains
+        if chains is not None:
+            chains.tokens_SL = sampler.tokens_SL
+            assert self._on_device is not None or isinstance(drafter, NoDrafts), "drafts of the host have no masks"
+            self._on_device = ForcedDrafts(chains, self._on_device, model.vocab_size)
         self._page_size = page_size
         self._num_positions, self._lengths = 1 + max_drafts, lengths
         # The device drafts behind the tokens that it has; it writes where the host's window would be.
@@ -113,8 +121,10 @@ class VerifySteps:
         self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
         self._admits: dict[int, Admit] = {}
 
-    def capture(self) -> None:
-        """Compiles and captures, largest first: smaller graphs reuse its memory."""
+    def capture(self, dtype: torch.dtype) -> None:
+        """Compiles and captures, largest first: smaller graphs reuse its memory. dtype: of logits."""
+        if self._chains is not None:
+            self._chains.warm_up(dtype, self._model.vocab_size, self._sampler.tokens_SL)
         for width in sorted(self._rows, reverse=True):
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 stage = partial(self._stage, None, num_rows, width)
@@ -139,15 +149,24 @@ class VerifySteps:
         drafted, inputs = self._rows[width].of(padded), self._inputs(padded)
         asking = self._sampler.asking(rows.slots)
         target = self._target(padded, width)
-        self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
+        as_they_were_TV, taken_T = logits_TV, None
+        if self._chains is not None and self._chains.is_guided(rows.slots):
+            if asking.rows:
+                as_they_were_TV = logits_TV.clone()
+            self._chains.apply(logits_TV, drafted.slots, drafted.kv_lens)
+            self._sampler.sample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
+            self._chains.settle(drafted.slots, drafted.kv_lens, target, self._sampler.tokens_SL)
+            taken_T = self._chains.taken(len(drafted.slots))
+        else:
+            self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
         positions = _positions_of(asking, width)
         ring_index_1 = self._staging.ring_index_1
         if asking.rows:
             # Read at the ring's index as tokens of a ring are: every row of it is the same memory.
             tokens_RT = target.ring_RT.expand(len(self._ring.rows), -1)
             to = TokenTarget(ring_RT=tokens_RT, ring_index_1=ring_index_1, last_tokens_S=self._no_last_S)
-            self._sampler.logprobs(logits_TV, drafted.slots, to, self._ring.logprobs, positions)
-        accept_drafts(target.ring_RT[0], inputs.slots, drafted, self._state, self._ring.rows, ring_index_1)
+            self._sampler.logprobs(as_they_were_TV, drafted.slots, to, self._ring.logprobs, positions)
+        accept_drafts(target.ring_RT[0], inputs.slots, drafted, self._state, self._ring.rows, ring_index_1, taken_T)
         return Verifying(rows.slots, padded, width, asking, positions)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:

@@ -106,20 +106,22 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled")
+    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled", "granule")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     IS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    GRANULE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     lease_ms: int
     prompt_ids: bytes
     model: str
     cache_salt: str
     is_cancelled: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ...) -> None: ...
+    granule: int
+    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ..., granule: _Optional[int] = ...) -> None: ...
 
 class ReservationResult(_message.Message):
     __slots__ = ("target", "transfer_id", "error")
@@ -132,18 +134,20 @@ class ReservationResult(_message.Message):
     def __init__(self, target: _Optional[_Union[TransferTarget, _Mapping]] = ..., transfer_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class TransferTarget(_message.Message):
-    __slots__ = ("transfer_id", "regions", "addresses", "first_token", "num_tokens")
+    __slots__ = ("transfer_id", "regions", "addresses", "first_token", "num_tokens", "tokens_digest")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     regions: _containers.RepeatedScalarFieldContainer[bytes]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     first_token: int
     num_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ..., addresses: _Optional[_Iterable[str]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    tokens_digest: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ..., addresses: _Optional[_Iterable[str]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_digest: _Optional[bytes] = ...) -> None: ...
 
 class FinishedByStop(_message.Message):
     __slots__ = ("handle", "num_output")
@@ -422,7 +426,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision", "expert_balancedness", "num_expert_placements", "num_kv_arrived", "num_kv_failed", "num_kv_handed_over", "num_kv_arriving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +447,10 @@ class GetStateResponse(_message.Message):
     CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     EXPERT_BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_ARRIVING_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
     depth: int
@@ -463,4 +471,8 @@ class GetStateResponse(_message.Message):
     cache_revision: int
     expert_balancedness: float
     num_expert_placements: int
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ...) -> None: ...
+    num_kv_arrived: int
+    num_kv_failed: int
+    num_kv_handed_over: int
+    num_kv_arriving: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ..., expert_balancedness: _Optional[float] = ..., num_expert_placements: _Optional[int] = ..., num_kv_arrived: _Optional[int] = ..., num_kv_failed: _Optional[int] = ..., num_kv_handed_over: _Optional[int] = ..., num_kv_arriving: _Optional[int] = ...) -> None: ...

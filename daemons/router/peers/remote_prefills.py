@@ -1,0 +1,145 @@
+"""Prompts that one scheduler computes for an output that runs at another, which gets their KV.
+
+begin --> RESERVING --the decode side has a place--> PREFILLING --handed over--> SENDING --first token, or left--> gone
+              |                                          |
+              +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
+
+The output is at its decode side from the start, and waits there. Whatever happens to its prefill, that side computes
+the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds. So nothing of an
+output's life depends on any of this, and nothing is kept for it beyond the table here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixmesh.daemons.router.peers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.submit import reservation_of
+from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+log = get_logger(__name__)
+
+# Renewed every second: the decode side takes three seconds without news for the end of a prefill.
+_LEASE_MS = 15_000
+_RENEW_S = 1.0
+# Far beyond what a router's outputs need at a time; more run in place.
+_MOST = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    output: Output
+    decode: SchedulerLink
+    prefill: SchedulerLink
+    num_tokens: int
+    """To be computed."""
+    is_begun: bool = False
+    is_sending: bool = False
+
+
+class RemotePrefills:
+    """By transfer id. least_tokens: shorter prompts, or those of which less is not cached, run in place. clock:
+    monotonic seconds."""
+
+    def __init__(
+        self, placement: LinkPlacement, *, least_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._placement = placement
+        self._least_tokens = max(1, least_tokens)
+        self._clock = clock
+        self._prefills: dict[str, _Prefill] = {}
+        self._renewed = 0.0
+        self.num_handed_over = self.num_in_place = 0
+
+    def __len__(self) -> int:
+        return len(self._prefills)
+
+    def begin(self, output: Output, decode: SchedulerLink) -> None:
+        """An output is about to be submitted to `decode`: reserves a place for its KV there, if that is worth it."""
+        output.transfer_id = ""
+        request = output.request
+        if decode.role != scheduler_pb2.SCHEDULER_ROLE_DECODE or output.ids or request.resolved.is_pooled:
+            return
+        # Prompt logprobs come from computing the prompt; the other outputs of a request share the KV of the first.
+        if output.index or request.are_prompt_logprobs_due or len(self._prefills) >= _MOST:
+            return
+        if request.num_prompt < self._least_tokens:
+            return
+        if request.num_prompt - self._placement.matched_tokens(output, decode) < self._least_tokens:
+            return
+        links = [link for link in self._placement.table.prefilling(output) if link is not decode]
+        if not links:
+            return
+        costs = {link: self._cost(output, link) for link in links}
+        best = min(links, key=lambda link: costs[link])
+        transfer_id = secrets.token_hex(12)
+        uncached = request.num_prompt - self._placement.matched_tokens(output, best)
+        self._prefills[transfer_id] = _Prefill(output, decode, best, uncached)
+        output.transfer_id = transfer_id
+        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, best.page_size))
+
+    def answered(self, decode: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
+        """The decode side has a place, or none."""
+        found = self._prefills.get(result.transfer_id)
+        if found is None or found.decode is not decode or found.is_begun:
+            return
+        if not result.HasField("target") or not found.prefill.is_group_serving:
+            if result.HasField("error"):
+                log.info("prefill_in_place", transfer=result.transfer_id, error=result.error.message)
+            self._give_up(result.transfer_id, found, is_known=result.HasField("target"))
+            return
+        found.is_begun = True
+        found.prefill.prefill(found.output, result.transfer_id, result.target)
+
+    def over(self, transfer_id: str, *, is_handed_over: bool) -> None:
+        """The prefill is done, or will not be."""
+        found = self._prefills.get(transfer_id)
+        if found is None:
+            return
+        if is_handed_over:
+            self.num_handed_over += 1
+            found.is_sending = True
+        else:
+            self._give_up(transfer_id, found, is_known=True)
+
+    def end(self, output: Output) -> None:
+        """The output is not at its scheduler any more, or has its first token."""
+        transfer_id, output.transfer_id = output.transfer_id, ""
+        found = self._prefills.pop(transfer_id, None)
+        if found is None:
+            return
+        if found.decode.is_connected:
+            found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
+        if found.is_begun and not found.is_sending and found.prefill.is_connected:
+            found.prefill.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
+
+    def tick(self, now: float) -> None:
+        """Renews the leases of prefills that go on, of all at one scheduler by one frame. Call every 0.1 s or so."""
+        if not self._prefills or now - self._renewed < _RENEW_S:
+            return
+        self._renewed = now
+        for transfer_id, found in tuple(self._prefills.items()):
+            if not found.decode.is_without_tokens(found.output):
+                # It decodes: what has come is its own by now.
+                del self._prefills[transfer_id]
+            elif found.is_begun and not found.is_sending:
+                found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, lease_ms=_LEASE_MS))
+
+    def _give_up(self, transfer_id: str, found: _Prefill, *, is_known: bool) -> None:
+        """The decode side computes the prompt. is_known: it still waits for KV."""
+        del self._prefills[transfer_id]
+        self.num_in_place += 1
+        if is_known and found.decode.is_connected:
+            found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
+
+    def _cost(self, output: Output, link: SchedulerLink) -> tuple[int, int]:
+        """Tokens that are computed there before the prompt's last one, then requests."""
+        own = sum(p.num_tokens for p in self._prefills.values() if p.prefill is link and not p.is_sending)
+        uncached = output.request.num_prompt - self._placement.matched_tokens(output, link)
+        return max(own, link.load.waiting_tokens) + uncached, link.load.num_running + link.num_prefills

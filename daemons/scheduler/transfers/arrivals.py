@@ -1,0 +1,246 @@
+"""KV that prefills elsewhere will send: the decode side of transfers. Pure: time is an argument, calls are elsewhere.
+
+RESERVING --all ranks have a region--> RESERVED --all is written--> COMMITTING --validated--> ARRIVED
+    |                                     |                             |
+    +-------------------------------------+-----------------------------+--> FAILED
+
+What has arrived is in the prefix cache, like anything else there, and locked until the request that it is for has taken
+it. A request waits for its transfer alone until that is over or takes too long; then it is admitted as any other, and
+computes what the cache does not have. Nothing of a transfer outlives the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+
+MAX_ARRIVALS = 1024
+"""Transfers that one scheduler waits for at a time."""
+MAX_LEASE_S = 60.0
+
+
+class ArrivalState(Enum):
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+    COMMITTING = "committing"
+    ARRIVED = "arrived"
+    FAILED = "failed"
+
+
+_OVER = (ArrivalState.ARRIVED, ArrivalState.FAILED)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Arrival:
+    """One transfer. ids: tokens up to the last one that comes, int32; [0, first_token) are cached here, and locked.
+
+    heard_at: when it last made progress. pages: what the KV is being scattered into.
+    """
+
+    transfer_id: str
+    ids: IntArray
+    first_token: int
+    cache_name: str
+    namespace: Namespace
+    lease_until: float
+    heard_at: float
+    held: Match
+    state: ArrivalState = ArrivalState.RESERVING
+    pages: IntArray = field(default_factory=empty_ints)
+    sequence: Sequence | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) - self.first_token
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in _OVER
+
+
+class KvArrivals:
+    """Of one planner. patience_s: a request waits so long for a transfer that makes no progress."""
+
+    def __init__(self, queue: WaitingQueue, *, patience_s: float) -> None:
+        self._queue = queue
+        self._patience_s = patience_s
+        self._arrivals: dict[str, Arrival] = {}
+        self._wanted: list[Arrival] = []
+        self._failed: list[Arrival] = []
+        self._now = 0.0
+        self.num_arrived = self.num_failed = self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def begin_epoch(self) -> None:
+        """Locks and pages of the epoch before are void; who waited is back in the queue."""
+        self.num_failed += sum(not arrival.is_over for arrival in self._arrivals.values())
+        self._arrivals.clear()
+        self._wanted.clear()
+        self._failed.clear()
+
+    def reserve(
+        self,
+        state: EpochState,
+        transfer_id: str,
+        ids: IntArray,
+        cache_name: str,
+        lease_s: float,
+        granule: int,
+        now: float,
+    ) -> Arrival | None:
+        """A new transfer of what the cache lacks of a prompt; None: it lacks nothing that is worth one.
+
+        granule: the prefill side has tokens up to a multiple of it. Raises INVALID_ARGUMENT, OVERLOADED, NEVER_FITS.
+        """
+        if transfer_id in self._arrivals:
+            message = f"the transfer {transfer_id!r} is reserved already: choose another id"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_id"})
+        if len(self._arrivals) >= MAX_ARRIVALS:
+            message = f"{MAX_ARRIVALS} transfers are on their way here: prefill where the request decodes"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        pages, page_size = state.pages, state.group.page_size
+        end = len(ids) // granule * granule // page_size * page_size
+        namespace = pages.namespace_named(cache_name)
+        match = pages.cache.match(namespace, ids[:end])
+        first = len(match.pages) * page_size
+        if first >= end:
+            return None
+        missing = (end - first) // page_size
+        if missing > pages.num_available:
+            message = f"{missing} pages are wanted, {pages.num_available} could be had: retry elsewhere, or later"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        pages.cache.lock(match)
+        arrival = Arrival(
+            transfer_id=transfer_id,
+            ids=ids[:end].copy(),
+            first_token=first,
+            cache_name=cache_name,
+            namespace=namespace,
+            lease_until=now + min(lease_s, MAX_LEASE_S),
+            heard_at=now,
+            held=match,
+        )
+        self._arrivals[transfer_id] = arrival
+        self._wanted.append(arrival)
+        return arrival
+
+    def renew(self, transfer_id: str, lease_s: float, now: float) -> None:
+        """The lease only ever grows. Unknown ids are fine."""
+        arrival = self._arrivals.get(transfer_id)
+        if arrival is not None:
+            arrival.lease_until = max(arrival.lease_until, now + min(lease_s, MAX_LEASE_S))
+            arrival.heard_at = now  # The router says so while the prefill lives.
+
+    def cancel(self, state: EpochState, transfer_id: str) -> None:
+        """Nothing will come. Unknown ids are fine."""
+        arrival = self._arrivals.get(transfer_id)
+        if arrival is not None:
+            self.failed(state, arrival)
+
+    def take_wanted(self) -> list[Arrival]:
+        """Transfers to be prepared with the workers; each is told once."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def take_failed(self) -> list[Arrival]:
+        """Transfers that failed here, which the workers are to end; each is told once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def live_ids(self) -> list[str]:
+        """Transfers whose leases the workers are to renew."""
+        return [name for name, arrival in self._arrivals.items() if not arrival.is_over]
+
+    def may_pass(self, sequence: Sequence) -> bool:
+        """True for a request that waits for no transfer (any more). Any other is parked."""
+        arrival = self._arrivals.get(sequence.submission.transfer_id)
+        if arrival is None or arrival.is_over:
+            return True
+        if arrival.sequence is None:
+            arrival.heard_at = self._now  # Its patience begins.
+        arrival.sequence = sequence
+        self._queue.park(sequence)
+        return False
+
+    def progressed(self, arrival: Arrival, now: float) -> None:
+        """Something was written."""
+        arrival.heard_at = now
+
+    def prepared(self, arrival: Arrival) -> bool:
+        """All ranks have a region; False: nobody wants it any more."""
+        if arrival.state is ArrivalState.RESERVING:
+            arrival.state = ArrivalState.RESERVED
+        return arrival.state is ArrivalState.RESERVED
+
+    def written(self, state: EpochState, arrival: Arrival) -> bool:
+        """All is written: pages are taken for it. False: there are none, or nobody wants it any more."""
+        if arrival.state is not ArrivalState.RESERVED:
+            return False
+        num = arrival.num_tokens // state.group.page_size
+        if num > state.pages.num_available:
+            self.failed(state, arrival)
+            return False
+        arrival.state = ArrivalState.COMMITTING
+        arrival.pages = state.pages.begin_load(num)
+        return True
+
+    def committed(self, state: EpochState, arrival: Arrival, *, is_valid: bool, are_pages_sound: bool = True) -> None:
+        """The workers have scattered it, or not. are_pages_sound: the generations of the pages are what we count."""
+        assert arrival.state is ArrivalState.COMMITTING, arrival.state
+        if is_valid:
+            arrival.held = state.pages.end_load(arrival.held, arrival.namespace, arrival.ids, arrival.pages)
+            arrival.state = ArrivalState.ARRIVED
+            self.num_arrived += 1
+            self.num_tokens += arrival.num_tokens
+            self._unpark(arrival)
+            return
+        # Those of unsound ones are granted here and perhaps not there: they stay out of use, as loading, until the next
+        # epoch has read the generations.
+        if are_pages_sound:
+            state.pages.drop_load(arrival.pages)
+        arrival.state = ArrivalState.RESERVED
+        self.failed(state, arrival)
+
+    def failed(self, state: EpochState, arrival: Arrival) -> None:
+        """Its request, if there is one, computes the prompt. A commit that runs is waited for."""
+        if arrival.is_over or arrival.state is ArrivalState.COMMITTING:
+            return
+        arrival.state = ArrivalState.FAILED
+        self.num_failed += 1
+        self._failed.append(arrival)
+        self._unpark(arrival)
+        self._drop(state, arrival)
+
+    def pass_time(self, state: EpochState, now: float) -> None:
+        """Ends what takes too long, and lets go of what its request has taken. Call before each plan."""
+        self._now = now
+        for arrival in tuple(self._arrivals.values()):
+            sequence = arrival.sequence
+            if arrival.state is ArrivalState.ARRIVED:
+                # Admitted, its slot holds the lock; one that has not come in its lease will not.
+                is_taken = sequence is not None and sequence.lifecycle is not Lifecycle.WAITING
+                if is_taken or now >= arrival.lease_until:
+                    self._drop(state, arrival)
+            elif arrival.state is not ArrivalState.COMMITTING:
+                is_late = sequence is not None and now - arrival.heard_at >= self._patience_s
+                is_left = sequence is not None and sequence.lifecycle is not Lifecycle.WAITING
+                if is_late or is_left or now >= arrival.lease_until:
+                    self.failed(state, arrival)
+
+    def _unpark(self, arrival: Arrival) -> None:
+        if arrival.sequence is not None:
+            self._queue.unpark(arrival.sequence)
+
+    def _drop(self, state: EpochState, arrival: Arrival) -> None:
+        state.pages.cache.unlock(arrival.held)
+        del self._arrivals[arrival.transfer_id]

@@ -1,0 +1,232 @@
+"""Calls to the workers for transfers, of one epoch: both sides' requests go on while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.scheduler.group.group_stream import GroupStream, together
+from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
+from radixmesh.daemons.scheduler.transfers.handovers import Handover
+from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+# Workers forget what nobody renews: a scheduler that lives does so every second, for all its transfers in one call.
+_LEASE_MS = 10_000
+_RENEW_S = 1.0
+_TIMEOUT_S = 20.0
+_SCATTERED = (worker_pb2.TRANSFER_FAILURE_STAMP, worker_pb2.TRANSFER_FAILURE_ABORTED)
+
+Answer = Callable[[str, KvTarget | None, MeshError | None], None]
+"""Tells a router of its reservation: transfer id, target, or why there is none."""
+
+
+class TransferCalls:
+    """changed: called when requests were unparked. addresses: of the workers by rank. clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        stream: GroupStream,
+        addresses: Sequence[str],
+        answers: dict[str, Answer],
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._planner = planner
+        self._stream = stream
+        self._addresses = tuple(addresses)
+        self._answers = answers
+        self._changed = changed
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins what the planner wants. Call whenever something happened."""
+        state = self._planner.state
+        if state is None:
+            return
+        for arrival in self._planner.arrivals.take_wanted():
+            self._spawn(self._receive(state, arrival))
+            if self._renewing is None or self._renewing.done():
+                self._renewing = self._spawn(self._renew())
+        for arrival in self._planner.arrivals.take_failed():
+            self._tell(arrival.transfer_id, None, _not_kept())
+            self._spawn(self._abort(arrival.transfer_id))
+        for handover in self._planner.handovers.take_wanted():
+            self._spawn(self._send(handover))
+
+    def cancel(self) -> None:
+        """The epoch is over, and with it all of its transfers."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        for transfer_id in tuple(self._answers):
+            self._tell(transfer_id, None, _not_kept())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _tell(self, transfer_id: str, target: KvTarget | None, error: MeshError | None) -> None:
+        answer = self._answers.pop(transfer_id, None)
+        if answer is not None:
+            answer(transfer_id, target, error)
+
+    async def _receive(self, state: EpochState, arrival: Arrival) -> None:
+        arrivals = self._planner.arrivals
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                regions = await together([self._prepare(rank, arrival) for rank in self._stream.rank_streams])
+            if not arrivals.prepared(arrival):
+                return
+            target = KvTarget(
+                transfer_id=arrival.transfer_id,
+                regions=tuple(region.SerializeToString() for region in regions),
+                addresses=self._addresses,
+                first_token=arrival.first_token,
+                num_tokens=arrival.num_tokens,
+                tokens_digest=digest_of(arrival.cache_name, arrival.ids),
+            )
+            self._tell(arrival.transfer_id, target, None)
+            await together([self._written(rank, arrival) for rank in self._stream.rank_streams])
+            if arrivals.written(state, arrival):
+                await self._commit(state, arrival)
+        except (MeshError, TimeoutError) as error:
+            log.info("kv_did_not_arrive", transfer=arrival.transfer_id, error=str(error) or "timeout")
+            if isinstance(error, MeshError):
+                self._tell(arrival.transfer_id, None, error)
+            arrivals.failed(state, arrival)
+        finally:
+            self._changed()
+
+    async def _prepare(self, rank: WorkerStream, arrival: Arrival) -> worker_pb2.PrepareTransferResponse:
+        request = worker_pb2.PrepareTransferRequest(
+            transfer_id=arrival.transfer_id,
+            epoch=rank.epoch,
+            instance_id=rank.instance_id,
+            num_tokens=arrival.num_tokens,
+            first_token=arrival.first_token,
+            lease_ms=_LEASE_MS,
+            kv=rank.transfer_kv,
+        )
+        return await rank.transport.prepare_transfer(request)
+
+    async def _written(self, rank: WorkerStream, arrival: Arrival) -> None:
+        """Returns when a rank has all of it."""
+        async for answer in rank.transport.watch_transfer(
+            worker_pb2.WatchTransferRequest(transfer_id=arrival.transfer_id)
+        ):
+            self._planner.arrivals.progressed(arrival, self._clock())
+            if answer.state == worker_pb2.TRANSFER_STATE_WRITTEN:
+                return
+            if answer.failure:
+                name = worker_pb2.TransferFailure.Name(answer.failure).removeprefix("TRANSFER_FAILURE_").lower()
+                raise _failed(f"the transfer failed: {name}")
+        raise _failed("the worker stopped watching the transfer")
+
+    async def _commit(self, state: EpochState, arrival: Arrival) -> None:
+        held = arrival.held.pages
+        is_valid = are_pages_sound = False
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                answers = await together(
+                    [
+                        rank.transport.commit_transfer(
+                            worker_pb2.CommitTransferRequest(
+                                transfer_id=arrival.transfer_id,
+                                epoch=rank.epoch,
+                                instance_id=rank.instance_id,
+                                # Slots that were freed are released by the next plan.
+                                after_step=state.last_step_id + bool(state.releases),
+                                pages=pack_ints(arrival.pages),
+                                generations=pack_ints(state.pages.pool.generations[arrival.pages]),
+                                previous_page=int(held[-1]) if len(held) else -1,
+                                ids=pack_ints(arrival.ids[arrival.first_token :]),
+                                cache_namespace=arrival.cache_name,
+                            )
+                        )
+                        for rank in self._stream.rank_streams
+                    ]
+                )
+            is_valid = all(answer.state == worker_pb2.TRANSFER_STATE_VALIDATED for answer in answers)
+            are_pages_sound = is_valid or all(a.failure in (0, *_SCATTERED) for a in answers)
+        finally:
+            self._planner.arrivals.committed(state, arrival, is_valid=is_valid, are_pages_sound=are_pages_sound)
+
+    async def _renew(self) -> None:
+        while ids := self._planner.arrivals.live_ids():
+            try:
+                await together(
+                    [
+                        rank.transport.renew_transfers(
+                            worker_pb2.RenewTransfersRequest(
+                                epoch=rank.epoch, instance_id=rank.instance_id, transfer_ids=ids, lease_ms=_LEASE_MS
+                            )
+                        )
+                        for rank in self._stream.rank_streams
+                    ]
+                )
+            except MeshError as error:
+                log.info("leases_not_renewed", error=str(error))
+            await asyncio.sleep(_RENEW_S)
+
+    async def _abort(self, transfer_id: str) -> None:
+        request = worker_pb2.AbortTransferRequest(transfer_id=transfer_id)
+        try:
+            await together([rank.transport.abort_transfer(request) for rank in self._stream.rank_streams])
+        except MeshError as error:
+            log.info("transfer_not_aborted", transfer=transfer_id, error=str(error))
+
+    async def _send(self, handover: Handover) -> None:
+        target, ranks = handover.target, self._stream.rank_streams
+        try:
+            if len(target.regions) != len(ranks):
+                raise _failed(f"{len(target.regions)} ranks wait for KV, {len(ranks)} have it: give both sides as many")
+            parts = zip(ranks, target.regions, target.addresses, strict=True)
+            async with asyncio.timeout(_TIMEOUT_S):
+                await together([rank.transport.start_transfer(_start_of(rank, handover, r, a)) for rank, r, a in parts])
+        except (MeshError, TimeoutError, ValueError) as error:
+            log.info("kv_not_sent", transfer=target.transfer_id, error=str(error) or "timeout")
+        finally:
+            self._planner.handovers.released(handover, self._planner.state)
+            self._changed()
+
+
+def _start_of(rank: WorkerStream, handover: Handover, region: bytes, address: str) -> worker_pb2.StartTransferRequest:
+    """Raises TRANSFER_FAILED for bytes that are no region."""
+    try:
+        prepared = worker_pb2.PrepareTransferResponse.FromString(region)
+    except Exception as error:
+        raise _failed("a region of the target cannot be read: check the versions of both ends") from error
+    return worker_pb2.StartTransferRequest(
+        transfer_id=handover.target.transfer_id,
+        epoch=rank.epoch,
+        instance_id=rank.instance_id,
+        source_pages=pack_ints(handover.pages),
+        source_generations=pack_ints(handover.generations),
+        num_tokens=handover.target.num_tokens,
+        first_token=handover.target.first_token,
+        region=prepared.region,
+        address=address,
+        is_last=True,
+    )
+
+
+def _failed(message: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+
+
+def _not_kept() -> MeshError:
+    return _failed("the reservation could not be kept: prefill where the request decodes")

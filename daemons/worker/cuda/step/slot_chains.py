@@ -1,0 +1,164 @@
+"""Masks of slots that follow grammars where steps verify drafts: with each mask those of the tokens that it forces.
+
+The host knows the tokens of a step when the next one runs already, so what it finds forced is drafted a step later:
+a chain is as long as two steps can take. Masks count only behind the very tokens of the chain, which the device
+compares, so a chain that is late, or that sampling left, makes a row yield less, and never anything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import MaskWords
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
+from radixmesh.daemons.worker.guided.mask_memory import ChainSink
+from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
+from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, propose_forced, take_chains
+from radixmesh.kernels.sampling.masks import NO_MASK, HostMasks, apply_masks
+from radixmesh.kernels.sampling.sample import TokenTarget
+
+
+class SlotChains:
+    """Two chains of host memory for each slot, and as many for outputs that have left while a thread was at theirs.
+
+    max_forced: ids that a step drafts of what a grammar forces; 0: chains are single masks. tokens_SL: prompt and
+    output of all slots, set before the first step.
+    """
+
+    tokens_SL: torch.Tensor
+
+    def __init__(self, device: Device, num_slots: int, max_rows: int, *, vocab_size: int, max_forced: int) -> None:
+        where = device.torch_device
+        self._device, self._vocab_size = device, vocab_size
+        num_outputs, self.max_forced = 2 * num_slots, 2 * max_forced + 1 if max_forced else 0
+        self.num_words = -(-vocab_size // 32)
+        self._host = HostChains(
+            versions_M2=device.host_ints(num_outputs, 2),
+            chains_CH=device.host_ints(2 * num_outputs, HEAD + self.max_forced),
+            words_MW=device.host_ints(2 * num_outputs * (1 + self.max_forced), self.num_words),
+        )
+        self._versions, self._chains, self._words = (part.numpy() for part in self._host)
+        self._free = list(range(num_outputs - 1, -1, -1))
+        self._lock = threading.Lock()
+        self.masks_S = torch.full((num_slots + 1,), NO_MASK, dtype=torch.int32, device=where)
+        self._taken_T = torch.full((max_rows,), NO_MASK, dtype=torch.int32, device=where)
+        self._seen_T = torch.zeros(max_rows, dtype=torch.int32, device=where)
+        self._is_guided: npt.NDArray[np.bool_] = np.zeros(num_slots + 1, np.bool_)
+        self._admitting: dict[int, int] = {}
+        self._unsent: dict[int, int] = {}
+
+    def sink(self, admit: Admit) -> ChainSink:
+        """For an output that is about to be admitted. Raises OVERLOADED where threads hold all memory."""
+        with self._lock:
+            if not self._free:
+                message = "too many grammars of outputs that are gone are still being followed: retry"
+                raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
+            output = self._free.pop()
+        self._versions[output] = 0
+        self._admitting[admit.slot] = output
+        return _Output(self, output)
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot; it follows a grammar if its sink was asked for just before."""
+        output = self._admitting.pop(admit.slot, NO_MASK)
+        if output != NO_MASK or self._is_guided[admit.slot]:
+            self._is_guided[admit.slot] = output != NO_MASK
+            self._unsent[admit.slot] = output
+
+    def send(self) -> None:
+        """Brings the slots admitted since to the device, behind all work so far."""
+        if not self._unsent:
+            return
+        numbers = np.array(list(self._unsent.items()), np.int32).T
+        self._unsent.clear()
+        sent = torch.empty(numbers.size, dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(np.ascontiguousarray(numbers).reshape(-1), sent)
+        slots, outputs = sent.view(numbers.shape)
+        self.masks_S.index_copy_(0, slots.long(), outputs)
+
+    def is_guided(self, slots: IntArray) -> bool:
+        """One of the slots follows a grammar."""
+        return bool(self._is_guided[slots].any())
+
+    def apply(self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Masks the positions whose mask is there by now, in place."""
+        taken_T = self.taken(len(slots))
+        take_chains(slots, positions, self.masks_S, self._host, self.tokens_SL, taken_T, self._seen_T)
+        apply_masks(logits_TV, taken_T, HostMasks(self._host.words_MW, self._host.versions_M2))
+
+    def settle(
+        self, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget, tokens_SL: torch.Tensor
+    ) -> None:
+        """Behind sampling: tokens that a mask forbids give way, and masks that have changed meanwhile count as late."""
+        confirm_chains(self.taken(len(slots)), self._seen_T, slots, self.masks_S, self._host, target)
+
+    def taken(self, num_positions: int) -> torch.Tensor:
+        """Of the last apply(): masks of so many positions, int32."""
+        return self._taken_T[:num_positions]
+
+    def warm_up(self, dtype: torch.dtype, vocab_size: int, tokens_SL: torch.Tensor) -> None:
+        """Compiles the kernels for logits of `dtype`, with a row of the dummy slot."""
+        dummy = torch.full((1,), len(self._is_guided) - 1, dtype=torch.int32, device=self._device.torch_device)
+        zero = torch.zeros_like(dummy)
+        target = TokenTarget(
+            ring_RT=zero[None].clone(), ring_index_1=zero, last_tokens_S=torch.zeros_like(self.masks_S)
+        )
+        self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
+        self.settle(dummy, zero, target, tokens_SL)
+
+    def publish(self, output: int, position: int, words: MaskWords, forced: Sequence[int]) -> None:
+        """The mask of the token at `position`, and behind each of the forced ones. One thread an output at a time."""
+        version = int(self._versions[output, 0]) + 1
+        self._versions[output, 1] = version
+        # Write-combined stores are in no order; the instructions that take a lock wait for those before them.
+        with self._lock:
+            pass
+        chain = 2 * output + version % 2
+        first = chain * (1 + self.max_forced)
+        self._words[first : first + len(words)] = words
+        self._chains[chain, : HEAD + len(forced)] = (position, len(forced), *forced)
+        with self._lock:
+            self._versions[output, 0] = version
+
+    def release(self, output: int) -> None:
+        with self._lock:
+            self._free.append(output)
+
+
+class _Output(ChainSink):
+    def __init__(self, chains: SlotChains, output: int) -> None:
+        self._chains, self._output = chains, output
+        self.max_forced = chains.max_forced
+        self.words = np.zeros(chains.num_words, np.int32)
+
+    def publish_chain(self, position: int, words: MaskWords, forced: Sequence[int]) -> None:
+        self._chains.publish(self._output, position, words, forced)
+
+    def publish(self, position: int) -> None:
+        self.publish_chain(position, self.words[None], ())
+
+    def release(self) -> None:
+        self._chains.release(self._output)
+
+
+class ForcedDrafts(DeviceDrafter):
+    """Drafts of slots that follow grammars; those of others are `free`'s, None: they have none."""
+
+    def __init__(self, chains: SlotChains, free: DeviceDrafter | None, vocab_size: int) -> None:
+        self._chains, self._free, self._vocab_size = chains, free, vocab_size
+
+    def propose(self, inputs: DraftInputs, state: SlotLengths) -> None:
+        if self._free is not None:
+            self._free.propose(inputs, state)
+        chains, has_others = self._chains, self._free is not None
+        propose_forced(inputs, state, chains.masks_S, chains._host, self._vocab_size, has_others=has_others)

@@ -1,0 +1,237 @@
+"""Prefill on one group, decode on another, by their schedulers: the output is one group's, whatever gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from support.runner_contract import MODEL
+from support.running_daemon import Running, running
+from support.serve_client import ServeClient, serve_client
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
+from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
+from radixmesh.daemons.scheduler.pages.page_states import PageState
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+TIMEOUT_S = 60.0
+PROMPT = [3 + 7 * i % 90 for i in range(49)]
+NUM_OUT = 12
+
+
+@dataclass
+class Pair:
+    """The prefill side's parts come first."""
+
+    workers: list[Running[WorkerDaemon]]
+    schedulers: list[Running[SchedulerDaemon]]
+    clients: list[ServeClient]
+
+    def planner(self, number: int) -> Planner:
+        return self.schedulers[number].daemon.loop.planner
+
+    async def reserve(self, transfer_id: str = "t", prompt: list[int] = PROMPT, **fields: object):
+        """The answer of the decode side."""
+        client = self.clients[1]
+        values = {"transfer_id": transfer_id, "lease_ms": 30_000, "granule": self.clients[0].hello.page_size, **fields}
+        reservation = scheduler_pb2.Reservation(prompt_ids=pack_ints(prompt), **values)
+        await client.write(scheduler_pb2.ServeRequest(reservations=[reservation]))
+        await client.until(lambda: transfer_id in client.reservations, TIMEOUT_S)
+        return client.reservations.pop(transfer_id)
+
+    async def prefill(self, target, prompt: list[int] = PROMPT, **fields: object):
+        handle = await self.clients[0].submit(prompt, max_tokens=NUM_OUT, send_kv_to=target, **fields)
+        (seen,) = await self.clients[0].over(handle, timeout_s=TIMEOUT_S)
+        return seen
+
+    async def decode(self, first: list[int], transfer_id: str = "t", prompt: list[int] = PROMPT, **fields: object):
+        handle = await self.clients[1].submit(
+            prompt, max_tokens=NUM_OUT, resumed=first, transfer_id=transfer_id, **fields
+        )
+        (seen,) = await self.clients[1].over(handle, timeout_s=TIMEOUT_S)
+        return seen
+
+    def is_clean(self) -> bool:
+        """True if nothing of any transfer is left anywhere."""
+        counts = [self.planner(number).state.page_counts() for number in (0, 1)]
+        return (
+            not any(worker.daemon.core.transfers.staging.num_bytes for worker in self.workers)
+            and not len(self.planner(1).arrivals)
+            and not any(counts[n][state] for n in (0, 1) for state in counts[n] if state.name in _TRANSIENT)
+            and all(self.planner(n).state.pages.cache.num_evictable == counts[n][_CACHED] for n in (0, 1))
+        )
+
+
+_TRANSIENT = ("LOADING", "LEASED", "OWNED", "QUARANTINED", "SAVING")
+_CACHED = PageState.CACHED
+
+
+@asynccontextmanager
+async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fields: object) -> AsyncIterator[Pair]:
+    values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
+    if backend == "cpu":
+        values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
+    values |= {"num_slots": 4, "max_total_len": 96, "transfer_staging_bytes": 1 << 20}
+    async with AsyncExitStack() as stack:
+        workers, schedulers, clients = [], [], []
+        for role, size in zip((Role.PREFILL, Role.DECODE), sizes, strict=True):
+            settings = WorkerSettings(page_size=size, num_pages=256 // size, **values)  # type: ignore[arg-type]
+            worker = await stack.enter_async_context(running(WorkerDaemon, settings, instance_id=f"worker-{role}"))
+            values_of_scheduler = {"role": role, "check_invariants": True, "chunk_tokens": 16, **fields}
+            own = SchedulerSettings(workers=(worker.address,), **values_of_scheduler)  # type: ignore[arg-type]
+            scheduler = await stack.enter_async_context(running(SchedulerDaemon, own, instance_id=f"s-{role}"))
+            workers.append(worker)
+            schedulers.append(scheduler)
+            clients.append(await stack.enter_async_context(serve_client(scheduler.address)))
+        yield Pair(workers, schedulers, clients)
+
+
+async def alone(both: Pair, prompt: list[int] = PROMPT) -> list[int]:
+    """The output that the prefill side gives by itself."""
+    handle = await both.clients[0].submit(prompt, max_tokens=NUM_OUT, request_id=f"alone-{prompt[0]}")
+    (seen,) = await both.clients[0].over(handle, timeout_s=TIMEOUT_S)
+    return seen.tokens
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (16, 1), (1, 16)])
+@pytest.mark.parametrize("backend", ["simulated", "cpu"])
+async def test_the_output_is_one_groups(backend: str, sizes: tuple[int, int]) -> None:
+    async with pair(backend, sizes) as both:
+        assert [client.hello.role for client in both.clients] == [1, 2]
+        result = await both.reserve()
+        expected_tokens = 49 if sizes == (1, 1) else 48
+        assert (result.target.first_token, result.target.num_tokens) == (0, expected_tokens)
+        first = await both.prefill(result.target)
+        assert first.finished.reason == common_pb2.FINISH_REASON_HANDED_OVER and len(first.tokens) == 1
+        rest = await both.decode(first.tokens)
+        assert rest.finished.reason == common_pb2.FINISH_REASON_LENGTH
+        assert first.tokens + rest.tokens == await alone(both)
+        # It is what arrived that was decoded from: the prompt was computed on one side only.
+        assert rest.finished.usage.cached_tokens == expected_tokens
+        assert both.planner(1).counters.prefilled_tokens <= 2
+        assert both.planner(1).arrivals.num_arrived == 1
+        await until(both.is_clean)
+
+
+async def test_only_what_the_decode_side_lacks_is_sent() -> None:
+    async with pair(sizes=(16, 1)) as both:
+        handle = await both.clients[1].submit(PROMPT[:20], max_tokens=1)
+        await both.clients[1].over(handle, timeout_s=TIMEOUT_S)
+        result = await both.reserve()
+        assert (result.target.first_token, result.target.num_tokens) == (20, 28)
+        first = await both.prefill(result.target)
+        rest = await both.decode(first.tokens)
+        assert first.tokens + rest.tokens == await alone(both)
+        assert rest.finished.usage.cached_tokens == 48
+        again = await both.reserve("u")
+        assert not again.HasField("target") and not again.HasField("error"), "all that could come is there"
+        await until(both.is_clean)
+
+
+async def test_a_request_whose_kv_does_not_come_computes_it() -> None:
+    async with pair(transfer_timeout_s=0.5) as both:
+        expected = await alone(both)
+        # Nobody sends anything.
+        result = await both.reserve()
+        rest = await both.decode(expected[:1])
+        assert expected[:1] + rest.tokens == expected and rest.finished.usage.cached_tokens == 0
+        # It comes too late: the region is gone.
+        first = await both.prefill(result.target)
+        assert first.tokens == expected[:1]
+        # An id that nobody knows.
+        rest = await both.decode(expected[:1], "unknown")
+        assert expected[:1] + rest.tokens == expected
+        await until(both.is_clean)
+        assert both.planner(1).arrivals.num_failed == 1
+
+
+async def test_reservations_that_nobody_uses_end_and_cancelled_ones_at_once() -> None:
+    async with pair() as both:
+        await both.reserve(lease_ms=300)
+        await until(both.is_clean)
+        await both.reserve("u")
+        assert both.workers[1].daemon.core.transfers.staging.num_bytes
+        cancelled = scheduler_pb2.Reservation(transfer_id="u", is_cancelled=True)
+        renewed = scheduler_pb2.Reservation(transfer_id="v", lease_ms=100)
+        await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[cancelled, renewed]))
+        await until(both.is_clean)
+
+
+async def test_kv_of_other_tokens_is_not_sent() -> None:
+    async with pair(transfer_timeout_s=0.5) as both:
+        result = await both.reserve()
+        other = [5, *PROMPT[1:]]
+        first = await both.prefill(result.target, other)
+        rest = await both.decode(first.tokens, prompt=other)
+        assert first.tokens + rest.tokens == await alone(both, other)
+        assert both.planner(1).arrivals.num_arrived == 0
+        await until(both.is_clean)
+
+
+async def test_a_new_epoch_on_either_side_ends_transfers_and_no_request() -> None:
+    async with pair(transfer_timeout_s=2.0) as both:
+        for number in (0, 1):
+            prompt = [5 + number, *PROMPT]
+            expected = await alone(both, prompt)
+            result = await both.reserve(f"t{number}", prompt)
+            asked = asyncio.ensure_future(both.decode(expected[:1], f"t{number}", prompt))
+            await until(lambda: both.planner(1).num_live > 0)
+            both.schedulers[number].daemon.loop._loss = ConnectionError("the stream is cut")
+            both.schedulers[number].daemon.loop.notify()
+            await until(lambda n=number: both.schedulers[n].daemon.loop.epoch > 1)
+            first = await both.prefill(result.target, prompt, request_id=f"p{number}")
+            assert first.tokens == expected[:1]
+            assert expected[:1] + (await asked).tokens == expected
+        await until(both.is_clean)
+
+
+async def test_what_cannot_be_is_refused() -> None:
+    async with pair() as both:
+        for fields, reason in (
+            ({"prompt": [10**6]}, "INVALID_ARGUMENT"),
+            ({"prompt": [5] * 96}, "INVALID_ARGUMENT"),
+            ({"lease_ms": 0}, "INVALID_ARGUMENT"),
+            ({"lease_ms": 60_001}, "INVALID_ARGUMENT"),
+            ({"model": "other"}, "UNKNOWN_MODEL"),
+            ({"cache_salt": "x" * 1025}, "INVALID_ARGUMENT"),
+        ):
+            result = await both.reserve("bad", **fields)
+            assert common_pb2.ErrorReason.Name(result.error.reason) == f"ERROR_REASON_{reason}", fields
+        client = both.clients[1]
+        too_long = scheduler_pb2.Reservation(transfer_id="x" * 65, lease_ms=1000, prompt_ids=pack_ints(PROMPT))
+        await client.write(scheduler_pb2.ServeRequest(reservations=[too_long]))
+        await client.until(lambda: "x" * 64 in client.reservations, TIMEOUT_S)
+        await both.reserve("t")
+        result = await both.reserve("t")
+        assert result.error.reason == common_pb2.ERROR_REASON_INVALID_ARGUMENT, "an id is used once"
+        # The prefill side takes no reservations, and no target that is none.
+        both.clients.reverse()
+        assert (await both.reserve("r")).error.reason == common_pb2.ERROR_REASON_UNSUPPORTED
+        both.clients.reverse()
+        seen = await both.prefill(scheduler_pb2.TransferTarget(transfer_id="t"))
+        assert seen.rejected.error.reason == common_pb2.ERROR_REASON_INVALID_ARGUMENT
+        assert seen.rejected.error.metadata["field"] == "send_kv_to.regions"
+
+
+async def test_roles_need_workers_that_transfer() -> None:
+    settings = WorkerSettings(backend=Backend.SIMULATED, num_pages=64)
+    async with running(WorkerDaemon, settings) as worker:
+        own = SchedulerSettings(workers=(worker.address,), role=Role.DECODE)
+        async with running(SchedulerDaemon, own) as scheduler, serve_client(scheduler.address) as client:
+            assert client.hello is not None and client.hello.role == scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
+    with pytest.raises(ValueError, match="needs a prefix cache"):
+        SchedulerSettings(workers=("w:1",), role=Role.PREFILL, cache="none")

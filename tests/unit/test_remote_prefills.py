@@ -1,0 +1,152 @@
+"""Prompts that are computed elsewhere, from the router's side: whatever comes, the decode side is told in time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.router_requests import change, new_request
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
+from radixmesh.daemons.router.peers.submit import prefill_of
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal, Output
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+PREFILL, DECODE = scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE
+
+
+class FakeLink(SimpleNamespace):
+    """The part of a link that remote prefills use."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, role: int, cached: int = 0, waiting: int = 0) -> None:
+        load = scheduler_pb2.Load(waiting_tokens=waiting)
+        super().__init__(role=role, cached=cached, load=load, page_size=4, num_prefills=0)
+        self.is_connected = self.is_group_serving = self.is_without = True
+        self.reservations: list[Any] = []
+        self.prefills: list[str] = []
+        self.cancelled: list[int] = []
+
+    def reserve(self, reservation: scheduler_pb2.Reservation) -> None:
+        self.reservations.append(reservation)
+
+    def prefill(self, output: Output, transfer_id: str, target: scheduler_pb2.TransferTarget) -> None:
+        self.prefills.append(transfer_id)
+
+    def cancel(self, request: object, *, below_attempt: int, index: int) -> None:
+        self.cancelled.append(below_attempt)
+
+    def is_without_tokens(self, output: Output) -> bool:
+        return bool(self.is_without)
+
+
+class World:
+    def __init__(self, *prefills: FakeLink, decode: FakeLink | None = None) -> None:
+        self.decode = decode or FakeLink(DECODE)
+        table = SimpleNamespace(prefilling=lambda output: list(prefills))
+        placement: Any = SimpleNamespace(table=table, matched_tokens=lambda output, link: link.cached)
+        self.now = 0.0
+        self.remote = RemotePrefills(placement, least_tokens=8, clock=lambda: self.now)
+        request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=4)
+        change(request, prompt_ids=pack_ints(range(20)))
+        request.num_prompt = 20
+        self.output = request.outputs[0]
+        self.output.attempt_no = 0
+
+    def begin(self) -> str:
+        self.remote.begin(self.output, self.decode)  # type: ignore[arg-type]
+        return self.output.transfer_id
+
+    def answer(self, transfer_id: str, *, has_target: bool = True) -> None:
+        target = scheduler_pb2.TransferTarget(transfer_id=transfer_id) if has_target else None
+        result = scheduler_pb2.ReservationResult(transfer_id=transfer_id, target=target)
+        self.remote.answered(self.decode, result)  # type: ignore[arg-type]
+
+    def told(self) -> list[tuple[bool, int]]:
+        """Reservations that the decode side got: whether each is a cancellation, and its prompt's bytes."""
+        return [(r.is_cancelled, len(r.prompt_ids)) for r in self.decode.reservations]
+
+
+def test_the_prefill_with_the_least_to_compute_gets_the_prompt() -> None:
+    busy, cached, idle = FakeLink(PREFILL, waiting=100), FakeLink(PREFILL, cached=12), FakeLink(PREFILL)
+    world = World(busy, idle, cached)
+    transfer_id = world.begin()
+    assert world.told() == [(False, 80)] and world.decode.reservations[0].granule == 4
+    assert not cached.prefills, "there is no place for it yet"
+    world.answer(transfer_id)
+    assert cached.prefills == [transfer_id] and not (busy.prefills or idle.prefills)
+    world.answer(transfer_id)
+    assert len(cached.prefills) == 1, "an answer counts once"
+    world.remote.over(transfer_id, is_handed_over=True)
+    world.decode.is_without = False
+    world.now = 2.0
+    world.remote.tick(world.now)
+    assert not len(world.remote) and world.told() == [(False, 80)]
+
+
+@pytest.mark.parametrize("event", ["no place", "lost", "unserving"])
+def test_a_prefill_that_will_not_come_is_told_at_once(event: str) -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    transfer_id = world.begin()
+    if event == "unserving":
+        link.is_group_serving = False
+    world.answer(transfer_id, has_target=event != "no place")
+    if event == "lost":
+        world.remote.over(transfer_id, is_handed_over=False)
+    assert not len(world.remote)
+    assert world.told()[1:] == ([] if event == "no place" else [(True, 0)])
+
+
+def test_leases_are_renewed_while_the_prefill_runs_and_no_longer() -> None:
+    world = World(FakeLink(PREFILL))
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    for world.now in (1.0, 1.5, 2.0):
+        world.remote.tick(world.now)
+    assert world.told()[1:] == [(False, 0), (False, 0)]
+    world.remote.over(transfer_id, is_handed_over=True)
+    world.remote.tick(9.0)
+    assert len(world.told()) == 3, "from now on it arrives, or the decode side computes it"
+
+
+def test_an_output_that_leaves_ends_its_prefill() -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    world.remote.end(world.output)
+    assert world.told()[1:] == [(True, 0)] and link.cancelled == [1] and not world.output.transfer_id
+    world.remote.end(world.output)
+    world.remote.over(transfer_id, is_handed_over=True)
+    assert len(world.told()) == 2
+
+
+def test_what_runs_in_place() -> None:
+    for case in ("cached", "short", "resumed", "sibling", "role", "alone"):
+        world = World(*([] if case == "alone" else [FakeLink(PREFILL)]))
+        if case == "cached":
+            world.decode.cached = 13
+        elif case == "short":
+            world.output.request.num_prompt = 7
+        elif case == "resumed":
+            world.output.ids.append(3)
+        elif case == "sibling":
+            world.output.index = 1
+        elif case == "role":
+            world.decode.role = 0
+        assert not world.begin() and not world.decode.reservations, case
+
+
+def test_a_prefill_has_the_prompt_and_none_of_its_options() -> None:
+    world = World(FakeLink(PREFILL))
+    submit = prefill_of(world.output, 7, 8, scheduler_pb2.TransferTarget(transfer_id="t", num_tokens=20))
+    assert (submit.handle, submit.sequence, submit.attempt, submit.send_kv_to.transfer_id) == (7, 8, 0, "t")
+    assert submit.prompt_ids == pack_ints(range(20)) and not submit.transfer_id and not submit.grammar_hash
+    assert submit.stop == common_pb2.StopParams(max_tokens=2, ignore_eos=True), "no token ends it before it is sent"
