@@ -22,6 +22,7 @@ from radixmesh.kernels.rope_kv import KvTarget, RopeAngles, apply_rope
 
 _HEADS = 16
 _TILE_ROWS = 16
+_TILE_WEIGHTS = 8192
 
 
 class LatentNorm(NamedTuple):
@@ -158,23 +159,28 @@ def mla_rows_reference(
 @triton.jit(do_not_specialize=["num_rows"])
 def _head_gemm_kernel(
     x_ptr, w_ptr, out_ptr, num_rows, x_row, x_head, w_head, w_n, w_k, out_row, out_head, N: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(2) * R + tl.arange(0, R)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.program_id(1).to(tl.int64)
     depth = tl.arange(0, BLOCK_K)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     x_at = x_ptr + head * x_head + rows.to(tl.int64)[:, None] * x_row + depth[None, :]
     w_at = w_ptr + head * w_head + columns[None, :] * w_n + depth[:, None] * w_k
+    # Weights, which no kernel writes, travel while the kernel ahead ends: all of them before any is used.
+    tiles = ()
+    for step in tl.static_range(STEPS):
+        mask = (depth < K - step * BLOCK_K)[:, None] & (columns < N)[None, :]
+        tiles = tiles + (tl.load(w_at + step * BLOCK_K * w_k, mask=mask, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     sums = tl.zeros((R, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        in_row = depth < K - start
-        x = tl.load(x_at + start, mask=(rows < num_rows)[:, None] & in_row[None, :], other=0.0)
-        w = tl.load(w_at + start * w_k, mask=in_row[:, None] & (columns < N)[None, :], other=0.0)
-        sums = tl.dot(x, w, sums, input_precision="ieee")
+    for step in tl.static_range(STEPS):
+        mask = (rows < num_rows)[:, None] & (depth < K - step * BLOCK_K)[None, :]
+        sums = tl.dot(tl.load(x_at + step * BLOCK_K, mask=mask, other=0.0), tiles[step], sums, input_precision="ieee")
     out_at = out_ptr + head * out_head + rows.to(tl.int64)[:, None] * out_row + columns[None, :]
     tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < N)[None, :])
 
@@ -192,12 +198,15 @@ def head_gemm(
     out = x_THK.new_empty(num_rows, num_heads, num_out) if out is None else out
     assert x_THK.stride(2) == out.stride(2) == 1 and out.shape == (num_rows, num_heads, num_out), out.stride()
     if num_rows:
-        block_n = min(64, max(16, triton.next_power_of_2(num_out)))
         block_k = min(256 // x_THK.element_size(), max(16, triton.next_power_of_2(depth)))
+        steps = triton.cdiv(depth, block_k)
+        # A program's weights are all in registers: 64 numbers of a thread.
+        most = max(16, _TILE_WEIGHTS // (block_k * triton.next_power_of_2(steps)))
+        block_n = min(64, max(16, triton.next_power_of_2(num_out)), most)
         _head_gemm_kernel[(triton.cdiv(num_out, block_n), num_heads, triton.cdiv(num_rows, _TILE_ROWS))](
             x_THK, w_HNK, out, num_rows, x_THK.stride(0), x_THK.stride(1), *w_HNK.stride(), out.stride(0),
-            out.stride(1), N=num_out, K=depth, R=_TILE_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, PDL=use_pdl,
-            num_warps=4, num_stages=3, launch_pdl=use_pdl,
+            out.stride(1), N=num_out, K=depth, R=_TILE_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps,
+            PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
         )  # fmt: skip
     return out
 

@@ -29,44 +29,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.graph_timing import micros
+from gpu.mla_cases import LATENT, RANK, ROPE, SCALE, Pool, Record, check, figures, rows_of
 
 from radixmesh.kernels.attention.decode_attention import plan_decode
 from radixmesh.kernels.attention.extend_attention import ExtendConfig
 from radixmesh.kernels.attention.mla_decode import (
     mla_decode,
-    mla_decode_reference,
     mla_decode_workspace,
     mla_shared_decode,
     mla_shared_workspace,
 )
 from radixmesh.kernels.attention.mla_extend import mla_extend
+from radixmesh.kernels.attention.mla_merge import mla_decode_expanded, mla_few_rows_workspace
 from radixmesh.kernels.attention.mla_prompt import chunk_tokens, mla_prompt
 from radixmesh.kernels.attention.prefix_groups import PrefixGroup
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 from radixmesh.kernels.attention.split_schedule import SplitConfig
-from radixmesh.kernels.mla_rows import head_gemm_reference
+from radixmesh.kernels.mla_rows import head_gemm, head_gemm_reference
 
-_RANK, _ROPE = 512, 64
-_LATENT = _RANK + _ROPE
-_SCALE = 0.07
 _TOKENS = 1 << 20
-_FLUSH_BYTES = 160 << 20
-_MOST_TURNS = 128
 # (rows, tokens of each) by query heads: of DeepSeek-V2-Lite, and of DeepSeek-V3.
 _DECODES = {
     16: ((1, 384), (1, 8192), (32, 1024), (256, 384), (256, 2048), (512, 1024)),
     128: ((1, 4096), (32, 4096), (128, 2048)),
 }
+# (rows, tokens of each) with the value expansion behind them
+_FEW = ((1, 384), (1, 2048), (1, 8192), (8, 384), (8, 4096))
 # (groups, rows of each, tokens that a group shares, tokens of each row after them)
-_SHARED = ((32, 16, 2048, 192), (8, 4, 2048, 192))
+_SHARED = ((32, 16, 2048, 192), (1, 256, 512, 128), (8, 4, 2048, 192))
 # (chunks, tokens of each, tokens before them)
 _EXTENDS = ((1, 8192, 0), (64, 128, 0), (4, 2048, 2048))
-# Tokens of a tile, warps, stages, programs of an SM, tiles of a program at least.
+# Tokens of a tile, warps, stages (0: the kernel written for Hopper), programs of an SM, tiles of a program at least.
 _SPLITS = {
-    16: ((32, 4, 5, 2, 4), (32, 4, 3, 2, 4), (16, 4, 5, 3, 8), (16, 4, 7, 3, 4), (32, 8, 5, 2, 4), (64, 4, 3, 1, 2)),
-    128: ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2)),
+    16: ((32, 4, 5, 2, 4), (32, 4, 5, 2, 2)),
+    128: ((64, 8, 0, 1, 2), (64, 8, 0, 1, 4), (32, 8, 5, 1, 4)),
 }
-_PREFIXES = ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2))
+_PREFIXES = ((64, 8, 0, 1, 2), (64, 8, 0, 1, 4), (32, 8, 5, 1, 4))
 # (heads, chunks, tokens of each, tokens before them, chunks that share those): in the up-projected form beside the
 # absorbed one
 _PROMPTS = (
@@ -78,118 +76,129 @@ _PROMPTS = (
     (128, 4, 512, 0, 1),
     (128, 1, 4096, 0, 1),
 )
-_PROMPT_BLOCKS = ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2))
+_PROMPT_BLOCKS = ((128, 64, 8, 3), (128, 128, 8, 2))
 _CHUNKS = ((64, 64, 8, 3), (64, 32, 8, 5))
 
-Record = dict[str, object]
 Launch = Callable[[int], object]
-
-
-class _Pool:
-    """Latents of a layer, and tables over them."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.latents_SC = torch.randn(num_tokens, _LATENT, device="cuda", dtype=torch.bfloat16)
-
-    def tables(self, num_rows: int, length: int) -> list[torch.Tensor]:
-        """Of launches in turn, each [rows, length] of other tokens as far as there are enough."""
-        num_tokens = num_rows * length
-        turns = min(_MOST_TURNS, max(4, _FLUSH_BYTES // (2 * _LATENT * num_tokens)))
-        order = torch.randperm(len(self.latents_SC), device="cuda").int()
-        return [
-            order.roll(turn * num_tokens)[:num_tokens].view(num_rows, length).contiguous()
-            if num_tokens <= len(order)
-            else torch.randint(len(order), (num_rows, length), device="cuda", dtype=torch.int32)
-            for turn in range(turns)
-        ]
 
 
 def _split(config: tuple[int, int, int, int, int]) -> SplitConfig:
     block_n, warps, stages, per_sm, min_tiles = config
     return SplitConfig(
-        heads=1, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=min_tiles
+        heads=1,
+        block_n=block_n,
+        num_warps=warps,
+        num_stages=stages,
+        programs_per_sm=per_sm,
+        min_tiles=min_tiles,
+        is_sm90=not stages,
     )
 
 
-def _decode(pool: _Pool, heads: int, num_rows: int, length: int, config: tuple[int, int, int, int, int]) -> Record:
-    q, slots, lens = _rows(num_rows, heads, length)
+def _decode(pool: Pool, heads: int, num_rows: int, length: int, config: tuple[int, int, int, int, int]) -> Record:
+    q, slots, lens = rows_of(num_rows, heads, length)
     tables = pool.tables(num_rows, length)
-    workspace = mla_decode_workspace(num_rows, heads, _RANK, "cuda", torch.bfloat16, _split(config))
+    workspace = mla_decode_workspace(num_rows, heads, RANK, "cuda", torch.bfloat16, _split(config))
     plan_decode(lens, workspace)
-    got = mla_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
-    _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
+    got = mla_decode(q, pool.latents_SC, tables[0], slots, lens, 1, SCALE, workspace)
+    check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
     us = micros(
-        lambda turn: mla_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace), len(tables)
+        lambda turn: mla_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, workspace), len(tables)
     )
-    return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
+    return figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
 
 
-def _shared(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int, int]) -> Record:
+def _few(pool: Pool, num_rows: int, length: int) -> Record:
+    """Microseconds with the value expansion behind a merge of its own, and in one."""
+    heads = 16
+    q, slots, lens = rows_of(num_rows, heads, length)
+    tables = pool.tables(num_rows, length)
+    expand = torch.randn(heads, 128, RANK, device="cuda", dtype=torch.bfloat16) * RANK**-0.5
+    plain = mla_decode_workspace(num_rows, heads, RANK, "cuda")
+    few = mla_few_rows_workspace(heads, RANK, "cuda", torch.bfloat16)
+    plan_decode(lens, plain)
+    plan_decode(lens, few)
+
+    def separate(turn: int) -> torch.Tensor:
+        out = mla_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, plain)
+        return head_gemm(out, expand)
+
+    def merged(turn: int) -> torch.Tensor:
+        return mla_decode_expanded(q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, few, expand)
+
+    out, want = merged(0).float(), separate(0).float()
+    if not float((out - want).norm() / want.norm()) < 0.02:
+        raise RuntimeError("the two differ")
+    forms = {"separate_us": separate, "merged_us": merged}
+    return {name: round(micros(form, len(tables)), 1) for name, form in forms.items()}
+
+
+def _shared(pool: Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int, int]) -> Record:
     heads, (groups, per_group, prefix, own) = 16, case
     num_rows, length = groups * per_group, prefix + own
-    q, slots, lens = _rows(num_rows, heads, length)
+    q, slots, lens = rows_of(num_rows, heads, length)
     tables = pool.tables(num_rows, length)[:8]
     for table in tables:
         of_groups = table.view(groups, per_group, length)
         of_groups[:, :, :prefix] = of_groups[:, :1, :prefix].clone()
-    workspace = mla_shared_workspace(num_rows, heads, _RANK, "cuda", torch.bfloat16, _split(config))
+    workspace = mla_shared_workspace(num_rows, heads, RANK, "cuda", torch.bfloat16, _split(config))
     assert workspace is not None
     members = [PrefixGroup(np.arange(per_group * g, per_group * (g + 1)), prefix) for g in range(groups)]
     workspace.set_groups(members, list(range(num_rows)))
     plan_shared_decode(lens, workspace)
-    got = mla_shared_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
-    _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
+    got = mla_shared_decode(q, pool.latents_SC, tables[0], slots, lens, 1, SCALE, workspace)
+    check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
     us = micros(
-        lambda turn: mla_shared_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace),
+        lambda turn: mla_shared_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, workspace),
         len(tables),
     )
-    return _figures(us, read=groups * prefix + num_rows * own, pairs=num_rows * length, heads=heads)
+    return figures(us, read=groups * prefix + num_rows * own, pairs=num_rows * length, heads=heads)
 
 
-def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int, int]) -> Record:
+def _extend(pool: Pool, case: tuple[int, int, int], config: tuple[int, int, int, int]) -> Record:
     heads, (chunks, new, before) = 16, case
-    q, slots, lens = _rows(chunks * new, heads, before + new)
+    q, slots, lens = rows_of(chunks * new, heads, before + new)
     slots, lens = slots[:chunks], lens[:chunks]
     starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
     tables = pool.tables(chunks, before + new)[:4]
-    out = torch.empty(chunks * new, heads, _RANK, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(chunks * new, heads, RANK, device="cuda", dtype=torch.bfloat16)
     tuned = ExtendConfig(**dict(zip(ExtendConfig.__slots__, config, strict=True)))
 
     def run(turn: int) -> object:
-        return mla_extend(q, pool.latents_SC, tables[turn], slots, starts, lens, 1, _SCALE, out, tuned)
+        return mla_extend(q, pool.latents_SC, tables[turn], slots, starts, lens, 1, SCALE, out, tuned)
 
     run(0)
     last = torch.arange(new - 1, chunks * new, new, device="cuda")[:2]
-    _check(out[last], q[last], pool, tables[0], slots[:2], lens[:2])
+    check(out[last], q[last], pool, tables[0], slots[:2], lens[:2])
     pairs = chunks * (new * before + new * (new + 1) // 2)
-    return _figures(micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
+    return figures(micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
 
 
-def _prompt(pool: _Pool, case: tuple[int, int, int, int, int], config: tuple[int, int, int, int]) -> Record:
+def _prompt(pool: Pool, case: tuple[int, int, int, int, int], config: tuple[int, int, int, int]) -> Record:
     """Microseconds of both forms, from queries to results by head. Plain and value dims of a head are 128."""
     heads, chunks, new, before, per_group = case
-    _, slots, lens = _rows(chunks, heads, before + new)
+    _, slots, lens = rows_of(chunks, heads, before + new)
     starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
     tables = pool.tables(chunks, before + new)[:4]
     for table in tables:
         of_groups = table.view(-1, per_group, before + new)
         of_groups[:, :, :before] = of_groups[:, :1, :before].clone()
     tokens = [chunk_tokens(table.cpu().numpy(), lens.cpu().numpy(), 1).to(lens.device) for table in tables]
-    expand = torch.randn(heads, 256, _RANK, device="cuda", dtype=torch.bfloat16) * _RANK**-0.5
-    q = torch.randn(chunks * new, heads, 128 + _ROPE, device="cuda", dtype=torch.bfloat16)
-    absorbed = q.new_empty(len(q), heads, _LATENT)
-    absorbed[..., _RANK:] = q[..., 128:]
-    latents, values = q.new_empty(len(q), heads, _RANK), q.new_empty(len(q), heads, 128)
+    expand = torch.randn(heads, 256, RANK, device="cuda", dtype=torch.bfloat16) * RANK**-0.5
+    q = torch.randn(chunks * new, heads, 128 + ROPE, device="cuda", dtype=torch.bfloat16)
+    absorbed = q.new_empty(len(q), heads, LATENT)
+    absorbed[..., RANK:] = q[..., 128:]
+    latents, values = q.new_empty(len(q), heads, RANK), q.new_empty(len(q), heads, 128)
     tuned = ExtendConfig(**dict(zip(ExtendConfig.__slots__, config, strict=True)))
 
     def absorb(turn: int) -> torch.Tensor:
-        head_gemm_reference(q[..., :128], expand[:, :128].transpose(1, 2), absorbed[..., :_RANK])
-        mla_extend(absorbed, pool.latents_SC, tables[turn], slots, starts, lens, 1, _SCALE, latents)
+        head_gemm_reference(q[..., :128], expand[:, :128].transpose(1, 2), absorbed[..., :RANK])
+        mla_extend(absorbed, pool.latents_SC, tables[turn], slots, starts, lens, 1, SCALE, latents)
         return head_gemm_reference(latents, expand[:, 128:])
 
     def project(turn: int) -> torch.Tensor:
-        of_plain, of_rope = q[..., :128], absorbed[..., _RANK:]
-        return mla_prompt(of_plain, of_rope, pool.latents_SC, tokens[turn], expand, starts, lens, _SCALE, values, tuned)
+        of_plain, of_rope = q[..., :128], absorbed[..., RANK:]
+        return mla_prompt(of_plain, of_rope, pool.latents_SC, tokens[turn], expand, starts, lens, SCALE, values, tuned)
 
     out, want = project(0).float(), absorb(0).float()
     if not float((out - want).norm() / want.norm()) < 0.02:
@@ -198,10 +207,10 @@ def _prompt(pool: _Pool, case: tuple[int, int, int, int, int], config: tuple[int
     return {name: round(micros(form, len(tables)), 1) for name, form in forms.items()}
 
 
-def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
+def _flashinfer(pool: Pool, heads: int, num_rows: int, length: int) -> Record:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    q, _, lens = _rows(num_rows, heads, length)
+    q, _, lens = rows_of(num_rows, heads, length)
     tables = pool.tables(num_rows, length)[:1]
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), backend="fa3")
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32)
@@ -211,43 +220,16 @@ def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
         tables[0].flatten(),
         lens,
         heads,
-        _RANK,
-        _ROPE,
+        RANK,
+        ROPE,
         1,
         False,
-        _SCALE,
+        SCALE,
         *(torch.bfloat16,) * 2,
     )
-    latents, ropes = pool.latents_SC[:, None, :_RANK], pool.latents_SC[:, None, _RANK:]
-    us = micros(lambda _: wrapper.run(q[..., :_RANK], q[..., _RANK:], latents, ropes), 4)
-    return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
-
-
-def _rows(num_rows: int, heads: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, slots and lengths."""
-    q = torch.randn(num_rows, heads, _LATENT, device="cuda", dtype=torch.bfloat16)
-    slots = torch.arange(num_rows, device="cuda", dtype=torch.int32)
-    return q, slots, torch.full((num_rows,), length, device="cuda", dtype=torch.int32)
-
-
-def _check(
-    got: torch.Tensor, q: torch.Tensor, pool: _Pool, table: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor
-) -> None:
-    """Raises RuntimeError where results are not the reference's."""
-    want = mla_decode_reference(q, pool.latents_SC, table, slots, lens, 1, _SCALE, _RANK).float()
-    error = float((got.float() - want).norm() / want.norm())
-    if not error < 0.02:
-        raise RuntimeError(f"differs from torch's by {error:.3g}")
-
-
-def _figures(us: float, *, read: int, pairs: int, heads: int) -> Record:
-    """read: tokens; pairs: of a row and a token."""
-    flop = 2 * (_LATENT + _RANK) * heads * pairs
-    return {
-        "us": round(us, 1),
-        "tb_s": round(2 * _LATENT * read / us * 1e-6, 2),
-        "tflop_s": round(flop / us * 1e-6, 1),
-    }
+    latents, ropes = pool.latents_SC[:, None, :RANK], pool.latents_SC[:, None, RANK:]
+    us = micros(lambda _: wrapper.run(q[..., :RANK], q[..., RANK:], latents, ropes), 4)
+    return figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
 
 
 def _tried(measure: Callable[[], Record]) -> Record:
@@ -257,13 +239,15 @@ def _tried(measure: Callable[[], Record]) -> Record:
         return {"error": f"{type(error).__name__}: {error}"[:160]}
 
 
-def _all(pool: _Pool, *, is_short: bool = False) -> Iterator[Callable[[], Record]]:
+def _all(pool: Pool, *, is_short: bool = False) -> Iterator[Callable[[], Record]]:
     """Every measurement; is_short: one case of each configuration, enough to compile it."""
     few = 1 if is_short else None
     for heads, cases in _DECODES.items():
         for case, config in itertools.product(cases[:few], _SPLITS[heads]):
             about = {"kind": "decode", "heads": heads, "rows": case[0], "kv": case[1], "config": config}
             yield lambda a=about, h=heads, x=case, c=config: a | _tried(lambda: _decode(pool, h, *x, c))
+    for case in _FEW[:few]:
+        yield lambda x=case: {"kind": "few", "rows": x[0], "kv": x[1]} | _tried(lambda: _few(pool, *x))
     for shared, config in itertools.product(_SHARED[:few], _PREFIXES):
         about = {"kind": "shared", "groups": shared, "config": config}
         yield lambda a=about, x=shared, c=config: a | _tried(lambda: _shared(pool, x, c))
@@ -282,7 +266,7 @@ make("fa3", torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32, 512, 64
 """
 
 
-def _beside(pool: _Pool, building: subprocess.Popen[str], deadline: float) -> Iterator[Record]:
+def _beside(pool: Pool, building: subprocess.Popen[str], deadline: float) -> Iterator[Record]:
     """FlashInfer's, once its module is built."""
     try:
         said, _ = building.communicate(timeout=max(1.0, deadline - time.monotonic()))
@@ -309,7 +293,7 @@ def main() -> None:
     started = time.monotonic()
     if args.share is not None:
         index, count = args.share
-        for measure in list(_all(_Pool(1 << 17), is_short=True))[index::count]:
+        for measure in list(_all(Pool(1 << 17), is_short=True))[index::count]:
             measure()
         return
     building = None
@@ -322,7 +306,7 @@ def main() -> None:
     ]
     for helper in helpers:
         helper.wait()
-    pool, rows = _Pool(_TOKENS), []
+    pool, rows = Pool(_TOKENS), []
     beside = iter(()) if building is None else _beside(pool, building, started + args.flashinfer_s)
     for record in itertools.chain((measure() for measure in _all(pool)), beside):
         rows.append(record)

@@ -108,7 +108,7 @@ class WorkerSettings(CommonSettings):
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
-    ep_redundant_experts: int = setting(0, "with --ep-size, places of a layer for further copies of experts in demand, "
+    ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
         "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip

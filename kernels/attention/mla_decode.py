@@ -16,6 +16,8 @@ from radixmesh.kernels.attention.split_schedule import SplitConfig
 
 # Query heads of a program: as many rows as one warp group multiplies.
 _MOST_HEADS = 64
+SM90_CONFIG = SplitConfig(heads=1, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=2, is_sm90=True)
+"""Of the kernel written for Hopper."""
 
 
 def mla_head_blocks(num_heads: int) -> int:
@@ -77,10 +79,8 @@ def mla_shared_workspace(
 
 
 def mla_decode_config(heads: int, dtype: torch.dtype) -> SplitConfig:
-    """The defaults by the query heads of a program, which are the rows of its GEMMs. Chosen for an H200, not measured.
-
-    A share has 128 tokens or more: fewer should cost a long row more in merging than they save in reading.
-    """
+    """The defaults by the query heads of a program, which are the rows of its GEMMs: the fastest of those that
+    `bench/gpu/mla.py` tries on an H200."""
     if dtype == torch.float32:
         return SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=8)
     if heads > 16:

@@ -31,9 +31,9 @@ from radixmesh.kernels.attention.split_pieces import LOWEST
 
 # Chunks that a program looks at in one step to find its own.
 _CHUNKS_AT_ONCE = 32
-# On an H200 a pair of a query and a token costs a head 5.7 ps more when it is absorbed, a projected token 800 ps, and
-# the expansions around absorbed attention 440 ps a row (`bench/gpu/mla.py`, kind "prompt").
-_PAIRS_PER_TOKEN, _PAIRS_PER_ROW = 140, 77
+# On an H200 a pair of a query and a token costs a head 6.3 ps more when it is absorbed, a projected token some 650 ps,
+# and the expansions around absorbed attention 700 ps a row (`bench/gpu/mla.py`, kind "prompt").
+_PAIRS_PER_TOKEN, _PAIRS_PER_ROW = 110, 100
 # Room for keys and values of some heads, unless one head's take more.
 _SCRATCH_BYTES = 128 << 20
 MAX_TOKENS = 1 << 16

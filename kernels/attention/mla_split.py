@@ -31,7 +31,7 @@ def mla_split_attention(
     ends_U: torch.Tensor,
     page_size: int,
     scale: float,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     begins_U: torch.Tensor | None = None,
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -39,13 +39,26 @@ def mla_split_attention(
     use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries [T, H, C], latents [S, C], page tables; nothing is checked
-    here. out: [T, H, R] of any floating dtype."""
+    here. out: [T, H, R] of any floating dtype; None: all units are left in parts, for `mla_merge_expand`."""
     shape, config = plan.shape, plan.config
     q, latents, page_tables = inputs
     part_rows = shape.query_rows(config)
     rope = latents.shape[-1] - shape.head_dim
     columns = min(shape.padded_dim, max(16, _MERGED_FLOATS // part_rows))
     initial_out, initial_lse = initial if initial is not None else (None, None)
+    if config.is_sm90 and rope == 64:
+        # Gluon has no interpreter: tests on a CPU never come here.
+        from radixmesh.kernels.attention.mla_split_sm90 import mla_split_sm90_kernel
+
+        assert begins_U is None and initial is None and shape.head_dim == 512 and part_rows == 64, (shape, config)
+        mla_split_sm90_kernel[(plan.num_programs,)](
+            q, latents, page_tables, slots_U, ends_U, members_UR, plan.tile_starts, plan.first_units, parts.outputs,
+            parts.lses, parts.arrivals, out, out_lse, page_tables.stride(0), ends_U.shape[0], scale * LOG2_E,
+            H=shape.num_heads, HEADS=shape.group_size, R=shape.head_dim, ROPE=rope, MEMBERS=shape.members,
+            PAGE_SIZE=page_size, MIN_TILES=config.min_tiles, IS_WHOLE=config.is_whole, NUM_PROGRAMS=plan.num_programs,
+            PDL=use_pdl, launch_pdl=use_pdl, num_warps=config.num_warps, maxnreg=config.max_registers,
+        )  # fmt: skip
+        return
     _mla_split_kernel[(plan.num_programs,)](
         q,
         latents,
@@ -117,6 +130,11 @@ def _mla_split_kernel(
     work = program * share
     work_end = tl.minimum(work + share, num_tiles)
     unit = tl.load(first_units_ptr + program)
+    # The plan, lengths and slots were there before the kernel ahead: a first unit's are read beside it.
+    unit_begin = tl.load(tile_starts_ptr + unit)
+    unit_end = tl.load(tile_starts_ptr + unit + 1)
+    kv_end = tl.load(ends_ptr + unit)
+    slot = tl.load(slots_ptr + unit)
     c = tl.arange(0, RP)
     e = tl.arange(0, ROPE_P)
     m = tl.arange(0, M)
@@ -128,8 +146,6 @@ def _mla_split_kernel(
 
     while work < work_end:
         # Position within the unit: block of heads, and tiles [tile, last) of it.
-        unit_begin = tl.load(tile_starts_ptr + unit)
-        unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin
         head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
@@ -139,11 +155,10 @@ def _mla_split_kernel(
             last = tiles
             # It started in the share of a program before.
             tile = tl.where(tile > 0, tiles, 0)
-        kv_end = tl.load(ends_ptr + unit)
         kv_begin = 0
         if begins_ptr is not None:
             kv_begin = tl.load(begins_ptr + unit)
-        table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
+        table_ptr = page_tables_ptr + slot.to(tl.int64) * table_stride
 
         if members_ptr is None:
             m_row = unit + m * 0
@@ -194,16 +209,19 @@ def _mla_split_kernel(
             )
             is_query = m_row >= 0
             m_lane = m_row * H + head_block * HEADS + m % HEADS
-        if (tile == 0) & (last == tiles):
+        partial = 2 * program + (tile == 0).to(tl.int32)
+        if out_ptr is None:
+            # A program may have several whole units, but one part before them and one behind.
+            is_whole = (tile == 0) & (last == tiles)
+            partial = tl.where(is_whole, 2 * NUM_PROGRAMS + unit * HEAD_BLOCKS + head_block, partial)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
+        elif (tile == 0) & (last == tiles):
             out_at = out_ptr + m_lane.to(tl.int64)[:, None] * R + c[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (c < R)[None, :])
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            partial = 2 * program + (tile == 0).to(tl.int32)
-            part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
-            tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
-            tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.
@@ -217,14 +235,30 @@ def _mla_split_kernel(
                 )  # fmt: skip
         work = block_work + last
         if work >= unit_end * HEAD_BLOCKS:
-            unit += 1
+            unit = tl.minimum(unit + 1, num_units - 1)
+            unit_begin = unit_end
+            unit_end = tl.load(tile_starts_ptr + unit + 1)
+            kv_end = tl.load(ends_ptr + unit)
+            slot = tl.load(slots_ptr + unit)
+
+
+@triton.jit
+def _store_part(
+    parts_ptr, part_lses_ptr, partial, acc, lse, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+):  # fmt: skip
+    m = tl.arange(0, M)
+    c = tl.arange(0, RP)
+    part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
+    tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
+    tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
 
 
 @triton.jit
 def _merge(
     parts_ptr, lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first, num_parts, H: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, LSES: tl.constexpr = 16,
 ):  # fmt: skip
     """Writes the softmax-weighted mean of a unit's parts, some columns at a time: registers do not hold all of them.
 
@@ -241,12 +275,13 @@ def _merge(
     lane = out_row * H + head_block * HEADS + row % HEADS
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for part in range(num_parts):
+    for start in range(0, num_parts, LSES):
         # A program's second partial result is of the unit that it ended in, which is where the unit starts.
-        partial = 2 * (first + part) + tl.where(part == 0, 1, 0)
-        lse = tl.load(lses_ptr + partial * ROWS + row, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, lse)
-        total = total * tl.exp2(highest - new_highest) + tl.exp2(lse - new_highest)
+        part = start + tl.arange(0, LSES)
+        at = (2 * (first + part) + tl.where(part == 0, 1, 0))[:, None] * ROWS + row[None, :]
+        lses = tl.load(lses_ptr + at, mask=(part < num_parts)[:, None], other=LOWEST, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lses, 0))
+        total = total * tl.exp2(highest - new_highest) + tl.sum(tl.exp2(lses - new_highest[None, :]), 0)
         highest = new_highest
     lse_of_all = highest + tl.log2(total)
     if out_lse_ptr is not None:

@@ -23,6 +23,7 @@ class SplitConfig:
     tiles ahead: 3, 5 or 7. programs_per_sm: must all be resident at once, or the last ones wait for the first.
     is_whole: units are never cut, so that a row's bits depend on nothing but the row. A unit belongs to the program
     in whose share it starts.
+    is_sm90: by the kernel of `mla_split_sm90.py`, which has its own stages.
     """
 
     heads: int
@@ -32,6 +33,7 @@ class SplitConfig:
     programs_per_sm: int
     min_tiles: int
     is_whole: bool = False
+    is_sm90: bool = False
 
     @property
     def max_registers(self) -> int:
@@ -130,9 +132,10 @@ class SplitParts:
     Used by one layer at a time: two streams need one each. Counts are 0 whenever no kernel runs.
     """
 
-    def __init__(self, plans: list[SplitPlan], device: torch.device) -> None:
-        floats = max(2 * p.num_programs * p.shape.query_rows(p.config) * p.shape.padded_dim for p in plans)
-        scales = max(2 * p.num_programs * p.shape.query_rows(p.config) for p in plans)
+    def __init__(self, plans: list[SplitPlan], device: torch.device, num_whole: int = 0) -> None:
+        """num_whole: units that have places of their own behind the programs', for when none is written as a whole."""
+        scales = max((2 * p.num_programs + num_whole) * p.shape.query_rows(p.config) for p in plans)
+        floats = scales * max(p.shape.padded_dim for p in plans)
         self.outputs = torch.empty(floats, dtype=torch.float32, device=device)
         self.lses = torch.empty(scales, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(max(p.num_programs for p in plans), dtype=torch.int32, device=device)

@@ -18,8 +18,8 @@ from support.replaying_device import ReplayingDevice
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cuda import kernel_choice
-from radixmesh.daemons.worker.cuda.attention import paged_kernels
-from radixmesh.daemons.worker.cuda.attention.paged_kernels import LatentKernels
+from radixmesh.daemons.worker.cuda.attention import latent_kernels
+from radixmesh.daemons.worker.cuda.attention.latent_kernels import LatentKernels
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -99,8 +99,8 @@ def test_projected_chunks_beside_decodes_sample_what_torch_does(
     settings = replace(_SETTINGS, num_pages=30, num_slots=2, max_total_len=40, max_tokens_per_step=32)
     settings = replace(settings, cuda_graphs=False, attention_backend="torch")
     want = _mixed_ids(load_device_runner(tmp_path, settings, HostDevice()))
-    monkeypatch.setattr(paged_kernels, "_LEAST_PROJECTED", 1)
-    monkeypatch.setattr(paged_kernels, "is_projection_faster", lambda *_: True)
+    monkeypatch.setattr(latent_kernels, "_LEAST_PROJECTED", 1)
+    monkeypatch.setattr(latent_kernels, "is_projection_faster", lambda *_: True)
     num_rows = []
     project = LatentKernels.extend_projected
     monkeypatch.setattr(

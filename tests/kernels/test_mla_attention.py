@@ -14,6 +14,7 @@ from support.triton_interpreter import DEVICE
 from radixmesh.kernels.attention.decode_attention import plan_decode
 from radixmesh.kernels.attention.extend_attention import ExtendConfig
 from radixmesh.kernels.attention.mla_decode import (
+    SM90_CONFIG,
     mla_decode,
     mla_decode_reference,
     mla_decode_workspace,
@@ -22,12 +23,16 @@ from radixmesh.kernels.attention.mla_decode import (
     mla_shared_workspace,
 )
 from radixmesh.kernels.attention.mla_extend import mla_extend, mla_extend_reference
+from radixmesh.kernels.attention.mla_merge import mla_decode_expanded, mla_few_rows_workspace
 from radixmesh.kernels.attention.prefix_groups import PrefixGroup
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 from radixmesh.kernels.attention.split_schedule import SplitConfig
+from radixmesh.kernels.hopper import has_wgmma
+from radixmesh.kernels.mla_rows import head_gemm_reference
 
 _SCALE = 0.3
 _SMALL = SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=3, programs_per_sm=1, min_tiles=1)
+_SM90 = replace(SM90_CONFIG, min_tiles=1)
 _EXTEND = ExtendConfig(block_m=16, block_n=16, num_warps=4, num_stages=3)
 
 
@@ -185,3 +190,82 @@ def test_long_rows_on_the_gpu(heads, page_size):
     _check(lengths, heads=heads, rank=512, rope=64, page_size=page_size, dtype=torch.bfloat16, config=None, calls=3)
     chunks = [(100, 4000), (1, 1), (333, 333), (64, 2000)]
     _check_chunks(chunks, heads=heads, rank=512, rope=64, page_size=page_size, dtype=torch.bfloat16, config=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_wgmma(torch.device(DEVICE)), reason="written for Hopper")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads, dtype", [(128, torch.bfloat16), (64, torch.float16), (80, torch.bfloat16)], ids=str)
+def test_the_kernel_for_hopper_matches_the_definition(heads, dtype, page_size):
+    for lengths in ([1, 4000, 129, 0, 2048, 777, 64, 8000], [65], [0, 0]):
+        config = replace(_SM90, min_tiles=2 if len(lengths) > 1 else 1)
+        _check(lengths, heads=heads, rank=512, rope=64, page_size=page_size, dtype=dtype, config=config, calls=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_wgmma(torch.device(DEVICE)), reason="written for Hopper")
+def test_the_kernel_for_hopper_reads_prefixes_once():
+    lengths, heads, rank = [700, 600, 513, 900, 700, 530, 0], 16, 512
+    pool, latents = _pool(lengths, rank, 64, 1, torch.bfloat16)
+    pool.page_tables[:, :512] = pool.page_tables[:1, :512].clone()
+    q = _queries(len(lengths), heads, rank + 64, torch.bfloat16)
+    workspace = mla_shared_workspace(len(lengths) + 1, heads, rank, DEVICE, torch.bfloat16, _SM90)
+    inputs = (q, latents, pool.page_tables, pool.slots, pool.lengths, 1, _SCALE)
+    workspace.set_groups([PrefixGroup(np.arange(6), 512)], pool.slots.tolist())
+    for _ in range(3):
+        plan_shared_decode(pool.lengths, workspace)
+        got = mla_shared_decode(*inputs, workspace)
+        want = mla_decode_reference(*inputs, rank)
+        torch.testing.assert_close(got.float(), want.float(), **_tolerance(q, latents, rank, lengths))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_wgmma(torch.device(DEVICE)), reason="written for Hopper")
+def test_the_kernel_for_hopper_gives_a_row_the_same_bits_in_any_batch():
+    lengths, rank = [1000, 64, 47, 1600, 1], 512
+    pool, latents = _pool(lengths, rank, 64, 1, torch.bfloat16)
+    q = _queries(len(lengths), 128, rank + 64, torch.bfloat16)
+    workspace = mla_decode_workspace(8, 128, rank, DEVICE, torch.bfloat16, _SM90, is_batch_invariant=True)
+
+    def attend(rows):
+        lens, slots = pool.lengths[rows].contiguous(), pool.slots[rows].contiguous()
+        plan_decode(lens, workspace)
+        return mla_decode(q[rows].contiguous(), latents, pool.page_tables, slots, lens, 1, _SCALE, workspace)
+
+    together = attend(list(range(5)))
+    for rows in ([0], [4, 3], [3, 0, 2]):
+        assert torch.equal(attend(rows), together[rows])
+
+
+@pytest.mark.parametrize("lengths", [[1], [130], [1, 17, 0, 64, 33], [0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "heads, rank, dtype", [(4, 32, torch.float32), (16, 48, torch.bfloat16), (80, 16, torch.float32)], ids=str
+)
+def test_few_rows_are_merged_where_they_are_expanded(lengths, heads, rank, dtype):
+    _check_expanded(lengths, heads=heads, rank=rank, dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_few_long_rows_on_the_gpu():
+    for heads in (16, 128):
+        for lengths in ([384], [1, 4000, 129, 0, 2048, 777, 64, 8000]):
+            _check_expanded(lengths, heads=heads, rank=512, rope=64, value=128, dtype=torch.bfloat16)
+
+
+def _check_expanded(lengths, *, heads, rank, dtype, rope=8, value=24):
+    pool, latents = _pool(lengths, rank, rope, 1, dtype)
+    q = _queries(len(lengths), heads, rank + rope, dtype)
+    expand = torch.randn(heads, value + 8, rank, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    workspace = mla_few_rows_workspace(heads, rank, DEVICE, dtype)
+    inputs = (q, latents, pool.page_tables, pool.slots, pool.lengths, 1, _SCALE)
+    decoded = mla_decode_reference(*inputs, rank)
+    want = head_gemm_reference(decoded.float(), expand[:, 8:].float())
+    for _ in range(2):
+        plan_decode(pool.lengths, workspace)
+        got = mla_decode_expanded(*inputs, workspace, expand[:, 8:])
+        tolerance = _tolerance(q, latents, rank, lengths)
+        # Errors of a head's result are expanded too.
+        factor = float(expand.float().norm(dim=2).max()) + 1
+        torch.testing.assert_close(
+            got.float(), want, rtol=4 * torch.finfo(dtype).eps + tolerance["rtol"], atol=factor * tolerance["atol"]
+        )

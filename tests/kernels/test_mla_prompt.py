@@ -53,10 +53,12 @@ def test_long_chunks_are_projected_and_short_ones_behind_long_prefixes_are_not()
     for chunks, num_tokens, is_faster in (
         ([(512, 512)] * 16, 16 * 512, True),
         ([(8192, 8192)], 8192, True),
-        ([(128, 2176)] * 64, 64 * 2176, False),
+        ([(64, 2112)] * 128, 128 * 2112, False),
+        ([(128, 1152)] * 64, 64 * 1152, True),
         ([(128, 2176)] * 64, 4 * 2048 + 64 * 128, True),
         ([(2048, 60000)], 60000, True),
-        ([(64, 64)] * 128, 8192, False),
+        ([(128, 128)] * 64, 8192, True),
+        ([(16, 8192)] * 256, 256 * 8192, False),
     ):
         lens, kv_lens = np.array(chunks, np.int32).T
         assert is_projection_faster(lens, kv_lens, num_tokens) is is_faster, chunks[0]

@@ -79,6 +79,8 @@ async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fi
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
+    elif backend == "cuda":
+        values = {"backend": Backend.CUDA, "model": MODEL, "dtype": "float32"}
     values |= {"num_slots": 4, "max_total_len": 96, "transfer_staging_bytes": 1 << 20}
     async with AsyncExitStack() as stack:
         workers, schedulers, clients = [], [], []
@@ -124,6 +126,23 @@ async def test_the_output_is_one_groups(backend: str, sizes: tuple[int, int]) ->
         assert rest.finished.usage.cached_tokens == expected_tokens
         assert both.planner(1).counters.prefilled_tokens <= 2
         assert both.planner(1).arrivals.num_arrived == 1
+        await until(both.is_clean)
+
+
+async def test_all_outputs_of_a_request_wait_for_one_transfer() -> None:
+    async with pair() as both:
+        expected = await alone(both)
+        result = await both.reserve()
+        client = both.clients[1]
+        handles = [
+            await client.submit(PROMPT, max_tokens=NUM_OUT, transfer_id="t", request_id="n", index=index)
+            for index in range(3)
+        ]
+        await until(lambda: both.planner(1).num_live == 3)
+        await both.prefill(result.target)
+        for seen in await client.over(*handles, timeout_s=TIMEOUT_S):
+            assert seen.tokens == expected and seen.finished.usage.cached_tokens == 48
+        assert both.planner(1).counters.prefilled_tokens == 3, "the last token of the prompt, for each"
         await until(both.is_clean)
 
 

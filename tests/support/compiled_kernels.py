@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -48,7 +49,7 @@ def compiled(kernel: JITFunction, args: tuple, kwargs: dict) -> CompiledKernel:
         is_aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
         if is_aligned and is_specialised and not param.do_not_specialize_on_alignment:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -152,8 +153,15 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
         )
         decode_attention.plan_decode(ints, workspace, use_pdl=True)
         mla_decode.mla_decode(q, pool, tables, ints, ints, 1, 0.1, workspace, use_pdl=True)
-    shared = mla_decode.mla_shared_workspace(rows, heads, rank, "cpu", dtype)
-    if shared is not None:
+        if dtype.itemsize == 2 and heads >= 64:
+            workspace = mla_decode.mla_decode_workspace(
+                rows, heads, rank, "cpu", dtype, mla_decode.SM90_CONFIG, is_batch_invariant=is_batch_invariant
+            )
+            mla_decode.mla_decode(q, pool, tables, ints, ints, 1, 0.1, workspace, use_pdl=True)
+    for config in (None, mla_decode.SM90_CONFIG) if dtype.itemsize == 2 else (None,):
+        shared = mla_decode.mla_shared_workspace(rows, heads, rank, "cpu", dtype, config)
+        if shared is None:
+            break
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     starts = torch.zeros(rows + 1).int()
@@ -165,16 +173,35 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
     """Routed experts of steps of so many rows, from the router on."""
-    from radixmesh.kernels.moe import grouped_gemm, route, router_logits
+    from radixmesh.kernels.moe import grouped_gemm, route, router_logits, row_experts
 
+    # As on Hopper.
+    row_experts.has_gdc = lambda device: True
     weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=dtype), torch.zeros(num_experts, hidden, mlp, dtype=dtype)
+    norm = row_experts.RowNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     groups = route.RouterRule(num_picks=2, is_sigmoid=True, num_groups=4, num_picked_groups=2, group_best=2)
     for num_rows in rows:
-        x_TD = torch.zeros(num_rows, hidden, dtype=dtype)
-        logits_TE = router_logits.router_logits(x_TD, torch.zeros(num_experts, hidden), use_pdl=True)
-        route.route(logits_TE, groups, torch.zeros(num_experts))
+        x_TD, w_router_ED = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, hidden)
+        logits_TE = router_logits.router_logits(x_TD, w_router_ED, use_pdl=True)
+        route.route(logits_TE, groups, torch.zeros(num_experts), use_pdl=True)
         routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
-        grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
+        grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, use_pdl=True)
+        if num_rows > 1:
+            continue
+        router_logits.router_logits(x_TD, w_router_ED, *norm, use_pdl=True)
+        for num_parts in (0, 1, 2):
+            wide = num_parts * mlp
+            shared = torch.zeros(2 * wide, hidden, dtype=dtype), torch.zeros(hidden, wide, dtype=dtype)
+            row_experts.row_experts(
+                x_TD,
+                routes,
+                *weights,
+                norm=norm,
+                shared=row_experts.SharedWeights(*shared) if wide else None,
+                residual_TD=x_TD,
+                out=x_TD,
+                use_pdl=True,
+            )
 
 
 def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:

@@ -66,8 +66,14 @@ class RemotePrefills:
         request = output.request
         if decode.role != scheduler_pb2.SCHEDULER_ROLE_DECODE or output.ids or request.resolved.is_pooled:
             return
-        # Prompt logprobs come from computing the prompt; the other outputs of a request share the KV of the first.
-        if output.index or request.are_prompt_logprobs_due or len(self._prefills) >= _MOST:
+        if output.index:
+            # The outputs of a request share the KV of its prompt: they wait for that of the first.
+            first = self._prefills.get(request.outputs[0].transfer_id)
+            if first is not None and first.decode is decode:
+                output.transfer_id = request.outputs[0].transfer_id
+            return
+        # Prompt logprobs come from computing the prompt.
+        if request.are_prompt_logprobs_due or len(self._prefills) >= _MOST:
             return
         if request.num_prompt < self._least_tokens:
             return
@@ -111,9 +117,10 @@ class RemotePrefills:
     def end(self, output: Output) -> None:
         """The output is not at its scheduler any more, or has its first token."""
         transfer_id, output.transfer_id = output.transfer_id, ""
-        found = self._prefills.pop(transfer_id, None)
-        if found is None:
+        found = self._prefills.get(transfer_id)
+        if found is None or found.output is not output:
             return
+        del self._prefills[transfer_id]
         if found.decode.is_connected:
             found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
         if found.is_begun and not found.is_sending and found.prefill.is_connected:

@@ -55,7 +55,8 @@ class Arrival:
     held: Match
     state: ArrivalState = ArrivalState.RESERVING
     pages: IntArray = field(default_factory=empty_ints)
-    sequence: Sequence | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    """Requests that wait for it: outputs of one request share its KV."""
 
     @property
     def num_tokens(self) -> int:
@@ -166,9 +167,10 @@ class KvArrivals:
         arrival = self._arrivals.get(sequence.submission.transfer_id)
         if arrival is None or arrival.is_over:
             return True
-        if arrival.sequence is None:
-            arrival.heard_at = self._now  # Its patience begins.
-        arrival.sequence = sequence
+        if not arrival.sequences:
+            arrival.heard_at = self._now  # Their patience begins.
+        if sequence not in arrival.sequences:
+            arrival.sequences.append(sequence)
         self._queue.park(sequence)
         return False
 
@@ -197,6 +199,8 @@ class KvArrivals:
     def committed(self, state: EpochState, arrival: Arrival, *, is_valid: bool, are_pages_sound: bool = True) -> None:
         """The workers have scattered it, or not. are_pages_sound: the generations of the pages are what we count."""
         assert arrival.state is ArrivalState.COMMITTING, arrival.state
+        if not self._is_known(arrival):
+            return
         if is_valid:
             arrival.held = state.pages.end_load(arrival.held, arrival.namespace, arrival.ids, arrival.pages)
             arrival.state = ArrivalState.ARRIVED
@@ -213,7 +217,7 @@ class KvArrivals:
 
     def failed(self, state: EpochState, arrival: Arrival) -> None:
         """Its request, if there is one, computes the prompt. A commit that runs is waited for."""
-        if arrival.is_over or arrival.state is ArrivalState.COMMITTING:
+        if arrival.is_over or arrival.state is ArrivalState.COMMITTING or not self._is_known(arrival):
             return
         arrival.state = ArrivalState.FAILED
         self.num_failed += 1
@@ -225,21 +229,24 @@ class KvArrivals:
         """Ends what takes too long, and lets go of what its request has taken. Call before each plan."""
         self._now = now
         for arrival in tuple(self._arrivals.values()):
-            sequence = arrival.sequence
+            waiting = [s for s in arrival.sequences if s.lifecycle is Lifecycle.WAITING]
+            is_left = bool(arrival.sequences) and not waiting
             if arrival.state is ArrivalState.ARRIVED:
-                # Admitted, its slot holds the lock; one that has not come in its lease will not.
-                is_taken = sequence is not None and sequence.lifecycle is not Lifecycle.WAITING
-                if is_taken or now >= arrival.lease_until:
+                # Admitted, their slots hold the lock; those that have not come in its lease will not.
+                if is_left or now >= arrival.lease_until:
                     self._drop(state, arrival)
             elif arrival.state is not ArrivalState.COMMITTING:
-                is_late = sequence is not None and now - arrival.heard_at >= self._patience_s
-                is_left = sequence is not None and sequence.lifecycle is not Lifecycle.WAITING
+                is_late = bool(waiting) and now - arrival.heard_at >= self._patience_s
                 if is_late or is_left or now >= arrival.lease_until:
                     self.failed(state, arrival)
 
+    def _is_known(self, arrival: Arrival) -> bool:
+        """False for one of an epoch before, whose calls have just been cut off."""
+        return self._arrivals.get(arrival.transfer_id) is arrival
+
     def _unpark(self, arrival: Arrival) -> None:
-        if arrival.sequence is not None:
-            self._queue.unpark(arrival.sequence)
+        for sequence in arrival.sequences:
+            self._queue.unpark(sequence)
 
     def _drop(self, state: EpochState, arrival: Arrival) -> None:
         state.pages.cache.unlock(arrival.held)

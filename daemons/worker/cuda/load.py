@@ -231,7 +231,7 @@ def _check_deterministic(folder: Path, settings: DeviceSettings) -> None:
 
 
 def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
-    """Places in the page tables, and the positions they stand for, are int32 on the device."""
+    """Indexes in the page tables, and the positions they stand for, are int32 on the device."""
     positions = (settings.num_slots + 1) * (max_total_len // settings.page_size + 1) * settings.page_size
     if positions >= 2**31:
         what = (

@@ -97,6 +97,13 @@ class StepAttention(ABC):
         its own chunk alone; not with a window. Rows of padding hold finite numbers.
         """
 
+    def attend_expanded(
+        self, query_THC: torch.Tensor, latents_S1C: torch.Tensor, value_HvR: torch.Tensor
+    ) -> torch.Tensor | None:
+        """`attend` over latents and the value expansion of its result, [T, H, v], where that is faster in one; None
+        where it is not."""
+        return None
+
     def attend_projected(
         self,
         query_THn: torch.Tensor,

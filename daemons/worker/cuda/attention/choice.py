@@ -122,7 +122,8 @@ class AttentionChoice:
             return TorchAttention(shape, page_size=settings.page_size)
         if self.name == "flashinfer":
             return _flashinfer(settings, shape, windows, self, page_tables)
-        from radixmesh.daemons.worker.cuda.attention.paged_kernels import KeyValueKernels, LatentKernels
+        from radixmesh.daemons.worker.cuda.attention.latent_kernels import LatentKernels
+        from radixmesh.daemons.worker.cuda.attention.paged_kernels import KeyValueKernels
         from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 
         sizes = (shape, settings.page_size, self.kv_dtype, page_tables.device)
@@ -130,7 +131,7 @@ class AttentionChoice:
         return TritonAttention(
             KeyValueKernels(*sizes)
             if rank is None
-            else LatentKernels(*sizes, rank=rank, can_project=self.kv_dtype == self.dtype),
+            else LatentKernels(*sizes, rank=rank, is_plain=self.kv_dtype == self.dtype),
             windows=windows,
             # In deterministic mode the rows of chunks come as decodes too.
             max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),

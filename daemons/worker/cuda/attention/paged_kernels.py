@@ -1,4 +1,4 @@
-"""The project's attention kernels by what is cached: keys and values, or latents that are both.
+"""The project's attention kernels by what is cached: keys and values, or latents that are both (`latent_kernels.py`).
 
 Plans, groups and parts are the same for all of them; `triton_attention.py` drives them.
 
@@ -17,24 +17,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep, HostStep
 from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_decode
 from radixmesh.kernels.attention.extend_attention import paged_extend
-from radixmesh.kernels.attention.mla_decode import (
-    mla_decode,
-    mla_decode_workspace,
-    mla_shared_decode,
-    mla_shared_workspace,
-)
-from radixmesh.kernels.attention.mla_extend import mla_extend
-from radixmesh.kernels.attention.mla_prompt import (
-    MAX_TOKENS,
-    ChunkTokens,
-    chunk_tokens,
-    is_projection_faster,
-    mla_prompt,
-)
+from radixmesh.kernels.attention.mla_prompt import ChunkTokens
 from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode
-
-# Fewer rows of chunks are launched as a graph, which knows no lengths.
-_LEAST_PROJECTED = 1025
 
 
 class PagedInputs(NamedTuple):
@@ -96,6 +80,23 @@ class PagedKernels(ABC):
     @abstractmethod
     def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
         """Queries and `out` of all rows."""
+
+    def few_rows_workspace(self) -> DecodeWorkspace | None:
+        """For `decode_expanded`, which steps of up to MAX_ROWS decodes take; None where they do not."""
+        return None
+
+    def decode_expanded(
+        self,
+        query_THC: torch.Tensor,
+        latents_S1C: torch.Tensor,
+        value_HvR: torch.Tensor,
+        step: DeviceStep,
+        workspace: DecodeWorkspace,
+        *,
+        use_pdl: bool,
+    ) -> torch.Tensor:
+        """As of `attend_expanded`."""
+        raise AssertionError("no latents are cached")
 
     def projected(self, step: HostStep) -> ChunkTokens | None:
         """The tokens of the step's chunks, on the host, if keys and values are to be made of their latents first."""
@@ -200,124 +201,4 @@ class KeyValueKernels(PagedKernels):
             softcap=self.shape.softcap,
             sinks_H=inputs.sinks,
             attention_chunk=inputs.attention_chunk,
-        )
-
-
-class LatentKernels(PagedKernels):
-    """Multi-head latent attention, absorbed: values are the first numbers of the keys, in one plane without windows.
-
-    can_project: queries are of the pool's dtype, so that long chunks may be computed in the up-projected form.
-    """
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        rank: int,
-        can_project: bool = True,
-    ) -> None:
-        super().__init__(shape, page_size, dtype, device)
-        self._rank = rank
-        self._can_project = can_project
-
-    def workspace(
-        self,
-        max_rows: int,
-        windows: Sequence[int | None],
-        *,
-        is_batch_invariant: bool,
-        attention_chunks: Sequence[int] = (),
-    ) -> DecodeWorkspace:
-        assert set(windows) == {None} and not attention_chunks, (windows, attention_chunks)
-        return mla_decode_workspace(
-            max_rows,
-            self.shape.num_heads,
-            self._rank,
-            self.device,
-            self.dtype,
-            is_batch_invariant=is_batch_invariant,
-        )
-
-    def shared_workspace(self, max_rows: int) -> SharedPrefixWorkspace | None:
-        return mla_shared_workspace(max_rows, self.shape.num_heads, self._rank, self.device, self.dtype)
-
-    def decode(
-        self, inputs: PagedInputs, step: DeviceStep, workspace: DecodeWorkspace, out: torch.Tensor, *, use_pdl: bool
-    ) -> None:
-        mla_decode(
-            inputs.query,
-            inputs.keys.squeeze(1),
-            step.page_tables,
-            step.decode_slots,
-            step.decode_kv_lens,
-            self.page_size,
-            self.shape.scale,
-            workspace,
-            out,
-            use_pdl=use_pdl,
-        )
-
-    def shared_decode(
-        self,
-        inputs: PagedInputs,
-        step: DeviceStep,
-        workspace: SharedPrefixWorkspace,
-        out: torch.Tensor,
-        *,
-        use_pdl: bool,
-    ) -> None:
-        mla_shared_decode(
-            inputs.query,
-            inputs.keys.squeeze(1),
-            step.page_tables,
-            step.decode_slots,
-            step.decode_kv_lens,
-            self.page_size,
-            self.shape.scale,
-            workspace,
-            out,
-            use_pdl=use_pdl,
-        )
-
-    def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
-        mla_extend(
-            inputs.query,
-            inputs.keys.squeeze(1),
-            step.page_tables,
-            step.chunk_slots,
-            step.chunk_row_starts,
-            step.chunk_kv_lens,
-            self.page_size,
-            self.shape.scale,
-            out,
-        )
-
-    def projected(self, step: HostStep) -> ChunkTokens | None:
-        lens, kv_lens = step.chunk_lens, step.chunk_kv_lens
-        num_rows = int(lens.sum())
-        if not self._can_project or num_rows < _LEAST_PROJECTED:
-            return None
-        # However much of them chunks share, there are no fewer tokens.
-        if not is_projection_faster(lens, kv_lens, max(num_rows, int(kv_lens.max()))):
-            return None
-        tokens = chunk_tokens(step.chunk_pages, kv_lens, self.page_size)
-        num_tokens = len(tokens.index_U)
-        return tokens if num_tokens <= MAX_TOKENS and is_projection_faster(lens, kv_lens, num_tokens) else None
-
-    def extend_projected(
-        self, inputs: ProjectedInputs, step: DeviceStep, tokens: ChunkTokens, out_THv: torch.Tensor
-    ) -> None:
-        mla_prompt(
-            inputs.query_THn,
-            inputs.query_rope_THr,
-            inputs.latents_S1C.squeeze(1),
-            tokens,
-            inputs.w_expand_HER,
-            step.chunk_row_starts,
-            step.chunk_kv_lens,
-            self.shape.scale,
-            out_THv,
         )

@@ -13,6 +13,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, Dev
 from radixmesh.daemons.worker.cuda.attention.paged_kernels import PagedInputs, PagedKernels, ProjectedInputs
 from radixmesh.daemons.worker.cuda.attention.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
 from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, plan_decode
+from radixmesh.kernels.attention.mla_merge import MAX_ROWS
 from radixmesh.kernels.attention.mla_prompt import ChunkTokens
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 
@@ -55,6 +56,8 @@ class TritonAttention(DeviceAttention):
         # row's bits would depend on who shares it.
         can_share = not (is_deterministic or attention_chunks or has_sinks) and set(windows) == {None}
         self.shared = kernels.shared_workspace(max_rows) if can_share else None
+        # In deterministic mode a row is computed alike beside any others.
+        self.few_rows = None if is_deterministic else kernels.few_rows_workspace()
         self._watch = PrefixWatch(kernels.page_size)
         self._projected: ChunkTokens | None = None
 
@@ -84,26 +87,37 @@ class TritonAttention(DeviceAttention):
             step = _as_decodes(step)
         # Beside chunks, what comes after the decode rows is not theirs to write.
         skips_empty = step.num_chunks > 0
+        is_few = is_all_decodes and variant != SHARED and step.num_decodes <= MAX_ROWS
+        few_rows = self.few_rows if is_few else None
         if variant == SHARED:
             assert self.shared is not None
             plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
         elif step.num_decodes:
             # Beside the kernel that writes the lengths the plan would be made too early.
             use_pdl = self.use_pdl and is_all_decodes and step.is_from_host
-            plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
+            workspace = few_rows or self.workspace
+            plan_decode(step.decode_kv_lens, workspace, skips_empty=skips_empty, use_pdl=use_pdl)
         tokens = None if projected is None else projected.to(step.page_tables.device)
-        return _TritonStep(self, step, tokens, is_shared=variant == SHARED)
+        return _TritonStep(self, step, tokens, few_rows, is_shared=variant == SHARED)
 
 
 class _TritonStep(StepAttention):
-    """tokens: of chunks that are computed in the up-projected form, on the device."""
+    """tokens: of chunks that are computed in the up-projected form, on the device. few_rows: planned for the step,
+    whose rows `attend_expanded` computes then."""
 
     def __init__(
-        self, attention: TritonAttention, step: DeviceStep, tokens: ChunkTokens | None, *, is_shared: bool
+        self,
+        attention: TritonAttention,
+        step: DeviceStep,
+        tokens: ChunkTokens | None,
+        few_rows: DecodeWorkspace | None,
+        *,
+        is_shared: bool,
     ) -> None:
         self._attention = attention
         self._step = step
         self._tokens = tokens
+        self._few_rows = few_rows
         self._is_shared = is_shared
         self.first_projected = None if tokens is None else step.num_decodes
 
@@ -117,6 +131,7 @@ class _TritonStep(StepAttention):
         sinks_H: torch.Tensor | None = None,
         attention_chunk: int | None = None,
     ) -> torch.Tensor:
+        assert self._few_rows is None
         step, attention = self._step, self._attention
         kernels, num_decodes = attention.kernels, step.num_decodes
         out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
@@ -132,6 +147,16 @@ class _TritonStep(StepAttention):
         if step.num_chunks and self._tokens is None:
             kernels.extend(inputs, step, out_THv)
         return out_THv
+
+    def attend_expanded(
+        self, query_THC: torch.Tensor, latents_S1C: torch.Tensor, value_HvR: torch.Tensor
+    ) -> torch.Tensor | None:
+        attention, workspace = self._attention, self._few_rows
+        if workspace is None:
+            return None
+        return attention.kernels.decode_expanded(
+            query_THC, latents_S1C, value_HvR, self._step, workspace, use_pdl=attention.use_pdl
+        )
 
     def attend_projected(
         self,

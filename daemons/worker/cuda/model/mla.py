@@ -79,8 +79,12 @@ class MlaAttention(Attention):
         key_HRn = self.w_expand_HER[:, : self.nope_dim].transpose(1, 2)
         rank = key_HRn.shape[1]
         self.ops.head_gemm(q_THY[..., : self.nope_dim], key_HRn, out=q_THC[..., :rank])
+        value_HvR = self.w_expand_HER[:, self.nope_dim :]
+        o_THv = attention.attend_expanded(q_THC, self.latents_S1C, value_HvR)
+        if o_THv is not None:
+            return o_THv
         o_THR = attention.attend(q_THC, self.latents_S1C, self.latents_S1C[..., :rank], None)
-        return self.ops.head_gemm(o_THR, self.w_expand_HER[:, self.nope_dim :])
+        return self.ops.head_gemm(o_THR, value_HvR)
 
 
 def _finished(gemm: DeferredNormGemm) -> torch.Tensor:

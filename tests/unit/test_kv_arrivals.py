@@ -1,0 +1,93 @@
+"""KV that comes from elsewhere, as the planner keeps it: pages, locks and requests, whatever happens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planner_world import World
+
+from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.pages.integrity import find_deep_violation
+from radixmesh.daemons.scheduler.pages.page_states import PageState
+from radixmesh.daemons.scheduler.transfers.arrivals import Arrival, ArrivalState, KvArrivals
+
+PATIENCE_S = 3.0
+ops = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("reserve", "prepared", "written", "valid", "stamp", "unsound", "cancel", "fail", "pass", "renew")
+        ),
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ops, st.sampled_from([1, 4]))
+def test_pages_add_up_and_no_lock_is_left(steps: list[tuple[str, int]], page_size: int) -> None:
+    world = World(page_size=page_size, num_pages=96 // page_size)
+    state = world.planner.state
+    assert state is not None
+    arrivals, now, num_unsound = KvArrivals(world.planner.queue, patience_s=PATIENCE_S), 0.0, 0
+    live: dict[int, Arrival] = {}
+    for number, (what, which) in enumerate(steps):
+        arrival = live.get(which)
+        if what == "reserve":
+            ids = as_ints([3 + which, *range(10, 30 + which)])
+            try:
+                found = arrivals.reserve(state, f"t{which}", ids, "", 4.0, 1, now)
+            except MeshError:
+                assert f"t{which}" in arrivals._arrivals
+                continue
+            if found is not None:
+                live[which] = found
+        elif what == "pass":
+            now += which
+            arrivals.pass_time(state, now)
+        elif arrival is None:
+            continue
+        elif what == "prepared":
+            assert arrivals.prepared(arrival) == (arrival.state is ArrivalState.RESERVED)
+        elif what == "written":
+            if arrivals.written(state, arrival):
+                assert len(arrival.pages) == arrival.num_tokens // page_size
+        elif what in ("valid", "stamp", "unsound"):
+            if arrival.state is ArrivalState.COMMITTING:
+                num_unsound += len(arrival.pages) if what == "unsound" else 0
+                arrivals.committed(state, arrival, is_valid=what == "valid", are_pages_sound=what != "unsound")
+        elif what == "cancel":
+            arrivals.cancel(state, arrival.transfer_id)
+        elif what == "fail":
+            arrivals.failed(state, arrival)
+        else:
+            arrivals.renew(arrival.transfer_id, 5.0, now)
+        assert not find_deep_violation(state.pages.pool, state.pages.cache, state.table), (number, what)
+        loading = sum(len(a.pages) for a in live.values() if a.state is ArrivalState.COMMITTING)
+        assert state.page_counts()[PageState.LOADING] == loading + num_unsound
+    for arrival in live.values():
+        if arrival.state is ArrivalState.COMMITTING:
+            arrivals.committed(state, arrival, is_valid=False)
+    arrivals.pass_time(state, now + 100.0)
+    assert not len(arrivals)
+    assert state.pages.cache.num_evictable == state.pages.pool.num_cached, "a lock was left"
+    found_ids = [a.ids for a in live.values() if a.state is ArrivalState.ARRIVED]
+    for ids in found_ids:
+        match = state.pages.cache.match(state.pages.namespace_named(""), ids)
+        assert len(match.pages) * page_size == len(ids), "what arrived is found"
+    assert not np.isin(state.pages.pool.pages_in(PageState.LOADING), state.pages.pool.pages_in(PageState.CACHED)).any()
+
+
+def test_calls_of_an_epoch_before_change_nothing() -> None:
+    world = World(page_size=1, num_pages=64)
+    state = world.planner.state
+    assert state is not None
+    arrivals = world.planner.arrivals
+    arrival = arrivals.reserve(state, "t", as_ints(range(3, 20)), "", 10.0, 1, 0.0)
+    assert arrival is not None and arrivals.prepared(arrival) and arrivals.written(state, arrival)
+    arrivals.begin_epoch()
+    arrivals.committed(state, arrival, is_valid=False, are_pages_sound=False)
+    arrivals.failed(state, arrival)
+    assert not len(arrivals) and not arrivals.take_failed()
