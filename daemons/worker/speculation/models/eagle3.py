@@ -176,7 +176,7 @@ def _empty(
 
 def _targets(config: DecoderConfig, weights: Eagle3Weights, has_offsets: bool) -> TensorTargets:
     sizes = (config.query_size, config.kv_size, config.kv_size)
-    q_DX, k_DX, v_DX = weights.w_qkv_2DX.split(sizes, dim=1)
+    q_DX, k_DX, v_DX = torch.split(weights.w_qkv_2DX, list(sizes), dim=1)
     gate_DF, up_DF = weights.w_gate_up_DF2.chunk(2, dim=1)
     layer = {
         "input_layernorm": weights.embedding_norm_D,
