@@ -14,8 +14,12 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_kernels import attention, gemm
+<<<<<<< HEAD
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models
+=======
+from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
+>>>>>>> main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
@@ -80,8 +84,7 @@ def page() -> str:
             latent_attention,
             fp8_pages,
             small_models,
-            shapes,
-            serving,
+            *(shapes, starts, serving),
         ),
         *(_numerics, _endurance, _notes),
     ]

@@ -67,21 +67,19 @@ class SchedulerLoop:
         """The process is about to end: routers may move what runs here."""
         self.epoch = 0
         self._settings = settings
-        self._group = group
+        self.group = group
         self._progress = progress
         self._metrics = metrics
         self._step_metrics = SchedulerMetrics(metrics) if metrics is not None else None
         self._wake = asyncio.Event()
         self._results: deque[Sequence[StepResult]] = deque()
         self._loss: BaseException | None = None
-        self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
+        self.lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
         now = self._last_sent_s = self._last_export_s = self._clock()
         self._loads = LoadPush(self.planner, self.streams, now)
         self._timeout = StepTimeout(settings.step_timeout_s, now)
-        self._sent_idle, self._sent_idle_us = (
-            range(0),
-            0.0,
-        )  # Steps sent while nothing ran; device time of their results.
+        # Steps sent while nothing ran, and the device time of their results.
+        self._sent_idle, self._sent_idle_us = range(0), 0.0
         self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
         self._has_first_tokens = False
         self._changed: asyncio.Future[None] | None = None
@@ -93,14 +91,6 @@ class SchedulerLoop:
         group = self.planner.group
         has_transfers = group is not None and group.has_transfers and group.dp_size == 1
         return self._settings.role if has_transfers else Role.BOTH
-
-    @property
-    def group(self) -> GroupClient:
-        return self._group
-
-    @property
-    def lookahead(self) -> Lookahead:
-        return self._lookahead
 
     def notify(self) -> None:
         """Something was submitted, aborted or wished for: delivers outputs, and plans soon."""
@@ -139,7 +129,7 @@ class SchedulerLoop:
         ticking = asyncio.ensure_future(self._tick())
         try:
             while True:
-                claimed = await self._group.claim()
+                claimed = await self.group.claim()
                 num_steps = self.planner.counters.num_steps
                 try:
                     await self._serve(claimed)
@@ -187,7 +177,7 @@ class SchedulerLoop:
         self._loss = None
         self._sent_idle = range(0)
         self._batch_ends.clear()
-        self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
+        self.lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
         self._last_sent_s = self._clock()
         self._timeout.restart(self._last_sent_s)
         log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
@@ -210,8 +200,14 @@ class SchedulerLoop:
     async def _drive(self, claimed: ClaimedGroup) -> None:
         """Serves until the epoch ends; raises the error that ended it."""
         puts = GrammarPuts(self.planner, claimed.stream, self.notify)
-        stream, addresses = claimed.stream, self._group.addresses
-        calls = TransferCalls(self.planner, stream, addresses, self.reservations.answers, self.notify, self._clock)
+        calls = TransferCalls(
+            self.planner,
+            claimed.stream,
+            lambda: self.group.addresses,
+            self.reservations.answers,
+            self.notify,
+            self._clock,
+        )
         try:
             await self._drive_with(claimed, puts, calls)
         finally:
@@ -251,7 +247,7 @@ class SchedulerLoop:
         if oldest is not None and result.step_id in self._sent_idle:
             self._sent_idle_us += (result.device_end_ns - result.device_start_ns) / 1000
             if result.step_id == self._sent_idle[-1]:
-                self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, self._sent_idle_us)
+                self.lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, self._sent_idle_us)
         outputs = self.planner.process(result)
         if self._step_metrics is not None:
             if oldest is not None:
@@ -269,8 +265,8 @@ class SchedulerLoop:
         size = 1
         while planner.state is not None:
             steps = planner.state.in_flight.steps()
-            is_filling = 0 < len(batch) < size and len(steps) < self._lookahead.max_in_flight
-            if not is_filling and not self._lookahead.wants_more(len(steps), self._queued_us(steps)):
+            is_filling = 0 < len(batch) < size and len(steps) < self.lookahead.max_in_flight
+            if not is_filling and not self.lookahead.wants_more(len(steps), self._queued_us(steps)):
                 break
             now = self._clock()
             is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
@@ -288,7 +284,7 @@ class SchedulerLoop:
             batch.append(plan)
             # The worker learns the tokens of a batch at its end: masks of a grammar would come late.
             may_batch = _is_decode(plan) and not planner.state.table.num_guided
-            size = self._lookahead.batch_size(plan.expected_us) if may_batch else 1
+            size = self.lookahead.batch_size(plan.expected_us) if may_batch else 1
             if len(batch) >= size:
                 await self._send(claimed, batch)
                 batch = []
@@ -346,9 +342,9 @@ class SchedulerLoop:
 
     def _check_identity(self) -> None:
         """Outputs that one model began are not continued by another, whatever name both have."""
-        served = self._group.identity.SerializeToString(deterministic=True)
+        served = self.group.identity.SerializeToString(deterministic=True)
         if self._served not in (b"", served):
-            log.warning("other_model", model=self._group.identity.name)
+            log.warning("other_model", model=self.group.identity.name)
             message = "the worker group serves another model now: connect again"
             self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "other_model"}))
             self._drop_all()

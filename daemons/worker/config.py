@@ -49,9 +49,9 @@ class WorkerSettings(CommonSettings):
         "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
         "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
-        "standalone (a smaller model of the same vocabulary)")  # fmt: skip
+        "standalone (a smaller model of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
-        "format, for --speculative-algorithm standalone")  # fmt: skip
+        "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
         "--speculative-num-draft-tokens")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
@@ -108,7 +108,7 @@ class WorkerSettings(CommonSettings):
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
-    ep_redundant_experts: int = setting(0, "with --ep-size, places of a layer for further copies of experts in demand, "
+    ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
         "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip

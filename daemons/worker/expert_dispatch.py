@@ -1,7 +1,7 @@
 """The seam between a layer's experts and what carries rows to the ranks that hold them.
 
 Legend: P pairs of a row and an expert that it picked, R pairs that this rank computes, D hidden size, E experts, S
-places of experts on all ranks.
+slots of experts on all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.runtime.steps.step import DispatchMode
-from radixmesh.daemons.worker.expert_places import ExpertPlaces
+from radixmesh.daemons.worker.expert_slots import ExpertSlots
 
 
 class ExpertShare(NamedTuple):
@@ -27,8 +27,8 @@ class ExpertShare(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Pairs that this rank computes: row `rows_R[i]` of x_XD, any number of them, through the expert at its own place
-    `held_R[i]`, int64 in [0, places of a rank). route: what the dispatch needs to bring results back.
+    """Pairs that this rank computes: row `rows_R[i]` of x_XD, any number of them, through the expert at its own slot
+    `held_R[i]`, int64 in [0, slots of a rank). route: what the dispatch needs to bring results back.
     """
 
     x_XD: torch.Tensor
@@ -54,18 +54,18 @@ class ExpertDispatch(ABC):
         rank = self.rank if rank is None else rank
         return ExpertShare(num_experts * rank // self.size, num_experts * (rank + 1) // self.size)
 
-    def places_per_rank(self, num_experts: int) -> int:
+    def slots_per_rank(self, num_experts: int) -> int:
         """Experts of a layer that a rank has memory for."""
         return -(-num_experts // self.size)
 
-    def first_places(self, num_experts: int) -> ExpertPlaces:
+    def first_slots(self, num_experts: int) -> ExpertSlots:
         """Those of a layer whose weights were just loaded: each rank's share, and empty ones behind it."""
-        per_rank = self.places_per_rank(num_experts)
+        per_rank = self.slots_per_rank(num_experts)
         experts_S = torch.full((self.size * per_rank,), -1, dtype=torch.int64)
         for rank in range(self.size):
             share = self.share(num_experts, rank)
             experts_S[rank * per_rank : rank * per_rank + share.size] = torch.arange(share.start, share.stop)
-        return ExpertPlaces(experts_S, num_experts, self.size, self.rank)
+        return ExpertSlots(experts_S, num_experts, self.size, self.rank)
 
     def set_dispatch_mode(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
         """The shape of the next forward, as the plan's header says: the same on all ranks.
@@ -75,7 +75,7 @@ class ExpertDispatch(ABC):
         return
 
     @abstractmethod
-    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, places: ExpertPlaces,
+    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, slots: ExpertSlots,
                  num_picks: int) -> Dispatched:  # fmt: skip
         """Sends pairs to ranks that hold their experts; what came here. A row is in at most num_picks pairs, each of
         another expert."""
@@ -88,7 +88,7 @@ class ExpertDispatch(ABC):
 class LocalDispatch(ExpertDispatch):
     """All experts are here: nothing is sent."""
 
-    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, places: ExpertPlaces,
+    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, slots: ExpertSlots,
                  num_picks: int) -> Dispatched:  # fmt: skip
         return Dispatched(x_XD, rows_P, experts_P)
 

@@ -3,7 +3,7 @@
 A change is of one layer: slices of weights come into memory that no step reads (move_experts), then all of them take
 effect at once (place_experts). Both are barrier ops of plans, so that the ranks do them between the same two steps.
 
-Legend: L layers with routed experts, S places of a layer on all ranks.
+Legend: L layers with routed experts, S slots of a layer on all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MAX_VERSION = 1 << 61
 _REPORT_FORWARDS = 32
 
 Wanted = tuple[int, int, int]
-"""Layer, place on this rank, expert."""
+"""Layer, slot on this rank, expert."""
 ReadExperts = Callable[[Sequence[Wanted]], None]
-"""Fills places with experts of the checkpoint. Raises BAD_CHECKPOINT."""
+"""Fills slots with experts of the checkpoint. Raises BAD_CHECKPOINT."""
 
 
 @dataclass(slots=True)
 class _Stage:
-    """A change under way. sources: by target place; num_bytes: that have come of its expert. memory: of the targets on
+    """A change under way. sources: by target slot; num_bytes: that have come of its expert. memory: of the targets on
     this rank, whole experts."""
 
     stage_id: str
@@ -55,7 +55,7 @@ class ExpertMoves:
 
     def __init__(self, layers: Sequence[RoutedExperts], group: RankGroup, read: ReadExperts) -> None:
         first = layers[0]
-        self.num_experts, self.per_rank = first.places.num_experts, first.places.per_rank
+        self.num_experts, self.per_rank = first.slots.num_experts, first.slots.per_rank
         self.expert_bytes = first.weights.expert_bytes
         self.version = 0
         self._layers = tuple(layers)
@@ -74,8 +74,8 @@ class ExpertMoves:
 
     @property
     def placement(self) -> IntArray:
-        """int32 [L, S], the expert at each place; -1: none."""
-        return np.stack([layer.places.experts_S.numpy() for layer in self._layers]).astype(np.int32)
+        """int32 [L, S], the expert at each slot; -1: none."""
+        return np.stack([layer.slots.experts_S.numpy() for layer in self._layers]).astype(np.int32)
 
     def to_proto(self) -> worker_pb2.ExpertPlacement:
         return worker_pb2.ExpertPlacement(version=self.version, experts=pack_ints(self.placement.ravel()))
@@ -88,9 +88,9 @@ class ExpertMoves:
             return None
         self._num_forwards = 0
         with torch.inference_mode():
-            loads = torch.stack([layer.places.picks_E for layer in self._layers])
+            loads = torch.stack([layer.slots.picks_E for layer in self._layers])
             for layer in self._layers:
-                layer.places.picks_E.zero_()
+                layer.slots.picks_E.zero_()
         return loads.numpy().astype(np.int32).ravel()
 
     def drop(self) -> None:
@@ -127,7 +127,7 @@ class ExpertMoves:
         lacking = np.argwhere((wanted >= 0) & (wanted != self._held))
         if len(lacking):
             self._held[tuple(lacking.T)] = -1
-            self._read([(layer, place, int(wanted[layer, place])) for layer, place in lacking.tolist()])
+            self._read([(layer, slot, int(wanted[layer, slot])) for layer, slot in lacking.tolist()])
             self._held[tuple(lacking.T)] = wanted[tuple(lacking.T)]
         with torch.inference_mode():
             for layer, experts_S in zip(self._layers, experts_LS, strict=True):
@@ -138,20 +138,18 @@ class ExpertMoves:
         """As [L, S]. Raises INVALID_ARGUMENT unless each layer has all of its experts."""
         shape = self._first.shape
         if len(experts) != shape[0] * shape[1]:
-            raise _invalid(
-                f"the placement names {len(experts)} places of experts, this model has {shape[0] * shape[1]}"
-            )
+            raise _invalid(f"the placement names {len(experts)} slots of experts, this model has {shape[0] * shape[1]}")
         experts_LS = experts.reshape(shape)
         if experts_LS.min() < -1 or experts_LS.max() >= self.num_experts:
             raise _invalid(f"the placement names experts outside [-1, {self.num_experts})")
         for layer, experts_S in enumerate(experts_LS):
             if len(np.unique(experts_S[experts_S >= 0])) < self.num_experts:
-                raise _invalid(f"the placement leaves experts of layer {layer} without a place")
+                raise _invalid(f"the placement leaves experts of layer {layer} without a slot")
         return experts_LS
 
     def _check_move(self, op: worker_pb2.MoveExperts) -> None:
         sources, targets = unpack_ints(op.sources, "sources"), unpack_ints(op.targets, "targets")
-        num_places = self._first.shape[1]
+        num_slots = self._first.shape[1]
         if not op.stage_id or len(op.stage_id.encode()) > _MAX_ID_BYTES:
             raise _invalid(f"stage_id has {len(op.stage_id.encode())} bytes: send 1 to {_MAX_ID_BYTES}")
         if op.layer >= self.num_layers:
@@ -159,10 +157,10 @@ class ExpertMoves:
         if not len(targets) or len(sources) != len(targets) or len(np.unique(targets)) != len(targets):
             raise _invalid(f"{len(sources)} sources and {len(targets)} targets: send pairs, each target once")
         both = np.concatenate((sources, targets))
-        if both.min() < 0 or both.max() >= num_places:
-            raise _invalid(f"a place is outside [0, {num_places})")
-        if (self._layers[op.layer].places.experts_S[torch.from_numpy(sources.astype(np.int64))] < 0).any():
-            raise _invalid("a source is an empty place")
+        if both.min() < 0 or both.max() >= num_slots:
+            raise _invalid(f"a slot is outside [0, {num_slots})")
+        if (self._layers[op.layer].slots.experts_S[torch.from_numpy(sources.astype(np.int64))] < 0).any():
+            raise _invalid("a source is an empty slot")
         last = op.first_byte + op.num_bytes
         if not op.num_bytes or last > self.expert_bytes or op.num_bytes * len(targets) > MAX_SLICE_BYTES:
             raise _invalid(
@@ -178,7 +176,7 @@ class ExpertMoves:
             is_known = stage is not None and stage.stage_id == op.stage_id and target in stage.sources
             has = stage.num_bytes[target] if stage is not None and is_known else 0
             if has != op.first_byte or (stage is not None and is_known and stage.sources[target] != source):
-                raise _invalid(f"place {target} has {has} bytes of its new expert: slices follow each other")
+                raise _invalid(f"slot {target} has {has} bytes of its new expert: slices follow each other")
 
     def _check_place(self, op: worker_pb2.CommitStaged) -> None:
         stage = self._stage
@@ -186,10 +184,10 @@ class ExpertMoves:
             raise _invalid(f"nothing was moved under stage_id {op.stage_id[:64]!r}: send move_experts first")
         missing = [target for target, num in stage.num_bytes.items() if num < self.expert_bytes]
         if missing:
-            raise _invalid(f"place {missing[0]} has {stage.num_bytes[missing[0]]} of {self.expert_bytes} bytes")
+            raise _invalid(f"slot {missing[0]} has {stage.num_bytes[missing[0]]} of {self.expert_bytes} bytes")
         experts_S = self._after(stage)
         if len(np.unique(experts_S[experts_S >= 0].numpy())) < self.num_experts:
-            raise _invalid(f"an expert of layer {stage.layer} would be left without a place")
+            raise _invalid(f"an expert of layer {stage.layer} would be left without a slot")
 
     def _move(self, op: worker_pb2.MoveExperts) -> None:
         if self._stage is None or self._stage.stage_id != op.stage_id:
@@ -201,10 +199,10 @@ class ExpertMoves:
         weights = self._layers[op.layer].weights
         sent = [[s for s, _, start, end in moves if (start, end) == (rank, other)] for other in range(size)]
         came = [[t for _, t, start, end in moves if (start, end) == (other, rank)] for other in range(size)]
-        rows = [_bytes_in(weights.bytes_of(place % self.per_rank), cut) for places in sent for place in places]
+        rows = [_bytes_in(weights.bytes_of(slot % self.per_rank), cut) for slots in sent for slot in slots]
         x = torch.stack(rows) if rows else torch.empty(0, op.num_bytes, dtype=torch.uint8)
-        got = self._group.all_to_all(x, [len(places) for places in sent], [len(places) for places in came])
-        for row, target in enumerate(target for places in came for target in places):
+        got = self._group.all_to_all(x, [len(slots) for slots in sent], [len(slots) for slots in came])
+        for row, target in enumerate(target for slots in came for target in slots):
             if target not in stage.memory:
                 stage.memory[target] = torch.empty(self.expert_bytes, dtype=torch.uint8)
             stage.memory[target][cut] = got[row]
@@ -228,14 +226,14 @@ class ExpertMoves:
 
     def _after(self, stage: _Stage) -> torch.Tensor:
         """int64 [S], the layer's placement once the change is made."""
-        before_S = self._layers[stage.layer].places.experts_S
+        before_S = self._layers[stage.layer].slots.experts_S
         experts_S = before_S.clone()
         targets, sources = list(stage.sources), list(stage.sources.values())
         experts_S[targets] = before_S[sources]
         return experts_S
 
     def _replace(self, layer: RoutedExperts, experts_S: torch.Tensor) -> None:
-        layer.places = layer.places.replaced(experts_S, self._group.size)
+        layer.slots = layer.slots.replaced(experts_S, self._group.size)
 
 
 def _bytes_in(parts: Sequence[torch.Tensor], cut: slice) -> torch.Tensor:

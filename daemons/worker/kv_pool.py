@@ -101,18 +101,18 @@ class KvPool(KvPlanes):
         for plane in self._planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
 
-    def read_tokens(self, places: torch.Tensor) -> torch.Tensor:
+    def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
         """KV of tokens, int64 numbers of the pool, as uint8: rows of plane after plane, layer after layer."""
-        rows = [view.view(torch.uint8)[places].flatten() for view in self._token_views.values()]
+        rows = [view.view(torch.uint8)[indexes].flatten() for view in self._token_views.values()]
         return torch.cat(rows)
 
-    def write_tokens(self, places: torch.Tensor, data: torch.Tensor) -> None:
+    def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor) -> None:
         """Writes what read_tokens() gave of as many tokens, from this pool or from one with rows alike."""
         start = 0
         for view in self._token_views.values():
             rows = view.view(torch.uint8)
-            num = len(places) * math.prod(rows.shape[1:])
-            rows[places] = data[start : start + num].view(len(places), *rows.shape[1:])
+            num = len(indexes) * math.prod(rows.shape[1:])
+            rows[indexes] = data[start : start + num].view(len(indexes), *rows.shape[1:])
             start += num
 
     def clear(self) -> None:

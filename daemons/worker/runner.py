@@ -212,12 +212,12 @@ class ModelRunner(ABC):
     def clear(self) -> None:
         """Forgets all KV (its memory stays). Not needed for rightness; makes stale reads visible in tests."""
 
-    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
-        """KV of tokens at `places`, int32 page x page_size + offset: a copy, [len(places) x kv_token_bytes] bytes, rows
-        of plane after plane, layer after layer. Called between steps."""
+    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+        """KV of tokens at `indexes`, int32 page x page_size + offset: a copy, [len(indexes) x kv_token_bytes] bytes,
+        rows of plane after plane, layer after layer. Called between steps."""
         raise NotImplementedError
 
-    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         """Writes what read_kv() gave of as many tokens, here or in another process. Called between steps."""
         raise NotImplementedError
 

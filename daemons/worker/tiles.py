@@ -2,7 +2,7 @@
 
 A GEMM of another shape may add in another order, so the same row may differ in its last bits when the batch
 has another size. Here every function of rows runs on tiles of a few sizes only, and a size is used only if, on this
-hardware and these weights, it was seen to give every row the same bits as the other sizes, in every place of the tile
+hardware and these weights, it was seen to give every row the same bits as the other sizes, at every index of the tile
 (`agreeing_sizes`). Then a row's bits depend on the row alone: not on its neighbours, the batch size, nor the chunking.
 A function that no size serves is run one row at a time: always the same shape at the same alignment, so the same bits
 by construction, and slow.
@@ -65,7 +65,7 @@ class RowTiles:
 
 
 def agreeing_sizes(function: RowFunction, rows: Tensors, candidates: Sequence[int]) -> tuple[int, ...]:
-    """The largest set of tile sizes in which each of `rows` gets the same bits in every place; ascending, maybe empty.
+    """The largest set of tile sizes in which each of `rows` gets the same bits at every index; ascending, maybe empty.
 
     `rows` are distinct samples of ordinary magnitude, a number of them that every smaller candidate divides and that
     divides every larger one. Kernels that add in another order differ in many of the numbers of such rows, so agreement
@@ -73,7 +73,7 @@ def agreeing_sizes(function: RowFunction, rows: Tensors, candidates: Sequence[in
     """
     classes: list[tuple[list[int], Tensors]] = []
     for size in candidates:
-        outputs = _outputs_in_every_place(function, rows, size)
+        outputs = _outputs_at_every_index(function, rows, size)
         if outputs is None:
             continue
         for sizes, reference in classes:
@@ -100,10 +100,10 @@ def sizes_agree(function: RowFunction, rows: Tensors, sizes: Sequence[int]) -> b
     return True
 
 
-def _outputs_in_every_place(function: RowFunction, rows: Tensors, size: int) -> Tensors | None:
-    """Results of `rows` in tiles of `size`, None if a row's bits depend on its place.
+def _outputs_at_every_index(function: RowFunction, rows: Tensors, size: int) -> Tensors | None:
+    """Results of `rows` in tiles of `size`, None if a row's bits depend on its index.
 
-    Shifting all rows by one compares each place with the next, which links all places; the second shift changes the
+    Shifting all rows by one compares each index with the next, which links all indexes; the second shift changes the
     neighbours once more.
     """
     first: Tensors | None = None
@@ -116,7 +116,7 @@ def _outputs_in_every_place(function: RowFunction, rows: Tensors, size: int) -> 
 
 
 def _outputs(function: RowFunction, rows: Tensors, size: int, shift: int) -> Tensors | None:
-    """Results of `rows`, shifted by some places, in tiles of `size`; None if copies of a row in a tile differ."""
+    """Results of `rows`, shifted by some indexes, in tiles of `size`; None if copies of a row in a tile differ."""
     num_rows = rows[0].shape[0]
     shifted = tuple(_cycled(torch.roll(x, shift, 0), size) for x in rows)
     tiles = [tuple(x[at : at + size].clone() for x in shifted) for at in range(0, shifted[0].shape[0], size)]

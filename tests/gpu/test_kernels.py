@@ -78,7 +78,7 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     tables = torch.randperm(num_rows, device="cuda").to(torch.int32)[None]
     slots = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
     positions = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    place = RopeAngles(angles.cos(), angles.sin()), KvTarget(positions, slots, tables, 1)
+    targets = RopeAngles(angles.cos(), angles.sin()), KvTarget(positions, slots, tables, 1)
     pools = torch.zeros(2, 2, num_rows, num_kv_heads, d, device="cuda", dtype=torch.bfloat16)
     heads = HeadShape(num_heads, num_kv_heads, d), HeadNorms()
 
@@ -86,7 +86,7 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
         rows = x.clone()
         for _ in range(3):
             gemm = DeferredNormGemm(functional.linear(rows, qkv), norm_input_TD=rows)
-            q = rope_write_kv(gemm, *place, *pools[0], *heads, use_pdl=use_pdl)
+            q = rope_write_kv(gemm, *targets, *pools[0], *heads, use_pdl=use_pdl)
             rows.addmm_(q.flatten(1), o.t())
             gated = silu_mul(functional.linear(rows, gate_up), norm_input_TD=rows, use_pdl=use_pdl)
             rows.addmm_(gated, down.t())
@@ -96,7 +96,7 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
         rows = x.clone()
         for _ in range(3):
             gemm = DeferredNormGemm(functional.linear(rows, qkv), norm_input_TD=rows)
-            q = rope_write_kv_reference(gemm, *place, *pools[1], *heads)
+            q = rope_write_kv_reference(gemm, *targets, *pools[1], *heads)
             rows = torch.addmm(rows, q.flatten(1), o.t())
             gated = silu_mul_reference(functional.linear(rows, gate_up), norm_input_TD=rows)
             rows = torch.addmm(rows, gated, down.t())

@@ -102,10 +102,10 @@ def _compare_rope(ops: Ops, case: _Case, num_rows: int) -> None:
     d, width = _HEADS.head_dim, _HEADS.num_heads + 2 * _HEADS.num_kv_heads
     planes = torch.zeros(2, 2, _LAYERS, _NUM_TOKENS, _HEADS.num_kv_heads, d)  # of both, keys and values
     angles = torch.rand(2, _NUM_TOKENS, d // 2) * 6
-    places = torch.randperm(_NUM_TOKENS)[:num_rows]
+    indexes = torch.randperm(_NUM_TOKENS)[:num_rows]
     tables = torch.randperm(_NUM_TOKENS // _PAGE_SIZE).reshape(3, -1).int()
     per_slot = tables.shape[1] * _PAGE_SIZE
-    target = KvTarget((places % per_slot).int(), (places // per_slot).int(), tables, _PAGE_SIZE)
+    target = KvTarget((indexes % per_slot).int(), (indexes // per_slot).int(), tables, _PAGE_SIZE)
     norms = torch.randn(2, d) if case.has_head_norms else (None, None)
     for layer in range(_LAYERS):
         qkv = _gemm(case, num_rows, width * d)

@@ -58,7 +58,7 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     d, kv_shape = case.head_dim, ((_NUM_PAGES + 1) * _PAGE_SIZE, case.num_kv_heads, case.head_dim)
     qkv = torch.randn(case.num_rows, (case.num_heads + 2 * case.num_kv_heads) * d, device=device).to(dtype)
     angles = torch.rand(16, d // 2, device=device) * 6
-    positions, slots, tables = _places(case.num_rows, device)
+    positions, slots, tables = _targets(case.num_rows, device)
     norms = torch.randn(2, d, device=device).to(dtype) if case.has_norm else (None, None)
     # Factors of rows are not near 1, so that one left out is seen.
     norm_input = None if case.num_features is None else _rows(case.num_rows, case.num_features, device).to(dtype)
@@ -99,7 +99,7 @@ def test_a_pool_of_another_dtype_with_longer_rows(dtype, kv_dtype, stored_dim, n
     d, num_rows, num_heads = 32, 5, 3
     qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * d, device=device).to(dtype)
     angles = torch.rand(16, d // 2, device=device) * 6
-    positions, slots, tables = _places(num_rows, device)
+    positions, slots, tables = _targets(num_rows, device)
     results = []
     for function in (rope_write_kv, rope_write_kv_reference):
         stored = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, num_kv_heads, stored_dim, device=device, dtype=kv_dtype)
@@ -116,7 +116,7 @@ def test_a_pool_of_another_dtype_with_longer_rows(dtype, kv_dtype, stored_dim, n
 
 def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
     qkv, norm_input = torch.randn(5, 8 * 64, device=device), _rows(5, 96, device)
-    positions, slots, tables = _places(5, device)
+    positions, slots, tables = _targets(5, device)
     angles = torch.rand(16, 32, device=device)
     results = []
     for rows in (slice(0, 5), slice(3, 4)):
@@ -124,20 +124,20 @@ def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.de
         target = KvTarget(positions[rows], slots[rows], tables, _PAGE_SIZE)
         gemm = DeferredNormGemm(qkv[rows], norm_input_TD=norm_input[rows])
         q = rope_write_kv(gemm, _angles(angles), target, keys, values, HeadShape(4, 2, 64), HeadNorms())
-        places = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
-        results.append((q[3 if len(q) > 1 else 0], keys[places], values[places]))
+        indexes = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
+        results.append((q[3 if len(q) > 1 else 0], keys[indexes], values[indexes]))
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together, alone)
 
 
 def test_rows_of_another_number_are_refused(device: torch.device) -> None:
     pools = torch.zeros(2, 8, 1, 64, device=device)
-    places = torch.zeros(2, dtype=torch.int32, device=device)
+    indexes = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(AssertionError):
         rope_write_kv(
             DeferredNormGemm(torch.ones(2, 4 * 64, device=device), norm_input_TD=torch.ones(3, 96, device=device)),
             _angles(torch.ones(4, 32, device=device)),
-            KvTarget(places, places, places[:, None], 4),
+            KvTarget(indexes, indexes, indexes[:, None], 4),
             *pools,
             HeadShape(2, 1, 64),
             HeadNorms(),
@@ -170,7 +170,7 @@ def test_padding_writes_the_dummy_page_alone(device: torch.device) -> None:
     assert torch.equal(values[7 * _PAGE_SIZE + 2, 0], qkv[0, 3 * 64 :])
 
 
-def _places(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _targets(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Distinct (position, slot) pairs, and tables in which no two slots share a page."""
     tables = torch.randperm(_NUM_PAGES).reshape(6, 4).to(torch.int32)
     chosen = torch.randperm(6 * 16)[:num_rows]

@@ -62,7 +62,7 @@ def test_every_query_of_the_dashboard_is_answered_by_a_prometheus_that_scrapes_a
     for query in answers["queries"]:
         values = [value for line in query["series"] for value in line["values"] if value is not None]
         largest[query["panel"], query["legend"]] = max(values, default=0.0)
-    assert [place for place in SEEN if largest[place] <= 0] == []
+    assert [name for name in SEEN if largest[name] <= 0] == []
     # Replicas are found: every process is an instance of its own.
     (daemons,) = [query for query in answers["queries"] if query["panel"] == "Daemons"]
     jobs = sorted(line["labels"]["job"] for line in daemons["series"])

@@ -47,10 +47,10 @@ async def kill_ranks(folder: Path, *, tp_size: int, dp_size: int, plan: list[tup
     services: dict[str, dict[str, object]] = {}
     for rank in range(num_ranks):
         layout = RankLayout.of_rank(rank, tp_size=tp_size, dp_size=dp_size, ep_size=1)
-        places = {
+        positions = {
             f"{kind}_{what}": getattr(layout, f"{kind}_{what}") for kind in ("tp", "dp") for what in ("size", "rank")
         }
-        services[name_of(rank)] = {**places, "simulated_base_us": 6000, "num_slots": 16}
+        services[name_of(rank)] = {**positions, "simulated_base_us": 6000, "num_slots": 16}
     workers = ",".join(f"{name_of(rank)}:50051" for rank in range(num_ranks))
     async with running_mesh(
         "simulated",

@@ -278,11 +278,11 @@ async def test_outputs_of_one_request_wait_and_go_together() -> None:
         await until(lambda: len(load.ended) >= 2)
         mesh.fakes[0].is_paused = False
         await load.all()
-        places = [{submit.request_id for submit in fake.submits if submit.index == 4} for fake in mesh.fakes]
+        ids_of = [{submit.request_id for submit in fake.submits if submit.index == 4} for fake in mesh.fakes]
         for fake in mesh.fakes:
             for submit in fake.submits:
                 if submit.index:
-                    assert submit.request_id in places[mesh.fakes.index(fake)]
+                    assert submit.request_id in ids_of[mesh.fakes.index(fake)]
         await mesh.settle()
 
 

@@ -57,9 +57,9 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     target = sample.TokenTarget(ring_RT=tables, ring_index_1=ints[:1], last_tokens_S=torch.zeros(4).int())
 
     def rope() -> None:
-        place = rope_kv.RopeAngles(angles, angles), rope_kv.KvTarget(ints, ints, tables, 1)
+        targets = rope_kv.RopeAngles(angles, angles), rope_kv.KvTarget(ints, ints, tables, 1)
         heads = rope_kv.HeadShape(4, 2, 32), rope_kv.HeadNorms(norm_d, norm_d)
-        rope_kv.rope_write_kv(DeferredNormGemm(qkv, bias, x), *place, pool, pool.clone(), *heads, use_pdl=True)
+        rope_kv.rope_write_kv(DeferredNormGemm(qkv, bias, x), *targets, pool, pool.clone(), *heads, use_pdl=True)
 
     def sample_tokens() -> None:
         sample.sample_greedily(x, sample.SlotRows(params, ints, ints), scratch, target, use_pdl=True)

@@ -73,7 +73,7 @@ def step_of(
     return KvTarget(positions, slots, tables, PAGE_SIZE), TorchAttention(shape, page_size=PAGE_SIZE).begin(step, "")
 
 
-def places_of(slot: int, length: int) -> list[int]:
+def indexes_of(slot: int, length: int) -> list[int]:
     """Tokens of the pool that a slot's first positions take."""
     return [_TABLES[slot][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE for position in range(length)]
 
@@ -103,7 +103,7 @@ class AttentionContract:
         case.part.run(Residual(_rows(case)), *step_of(1, 0, LENGTH, case.shape, case.device))
         for plane in case.planes:
             changed = (plane != 3.0).flatten(1).any(dim=1).nonzero()[:, 0].tolist()
-            assert sorted(changed) == sorted(places_of(1, LENGTH))
+            assert sorted(changed) == sorted(indexes_of(1, LENGTH))
 
 
 class MlpContract:

@@ -126,5 +126,5 @@ def _summary(kills: list[dict[str, float]]) -> dict[str, float]:
 def _gaps(load: StreamLoad, since: float) -> dict[str, float]:
     """Milliseconds between two chunks of a stream."""
     gaps = load.gaps(since, time.monotonic())
-    places = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
-    return {name: round(1e3 * gaps[min(len(gaps) - 1, int(share * len(gaps)))], 1) for name, share in places.items()}
+    shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+    return {name: round(1e3 * gaps[min(len(gaps) - 1, int(share * len(gaps)))], 1) for name, share in shares.items()}

@@ -154,16 +154,16 @@ def test_sizes_that_add_in_another_order_are_left_out() -> None:
     assert agreeing_sizes(product, (rows,), (2, 4, 8, 16, 32)) == (2, 4, 16, 32)
 
 
-def test_a_function_that_depends_on_the_place_or_the_neighbours_has_no_sizes() -> None:
+def test_a_function_that_depends_on_the_index_or_the_neighbours_has_no_sizes() -> None:
     rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
 
-    def by_place(inputs: Tensors) -> Tensors:
+    def by_index(inputs: Tensors) -> Tensors:
         return (inputs[0] + torch.arange(len(inputs[0]))[:, None] * 1e-6,)
 
     def by_neighbours(inputs: Tensors) -> Tensors:
         return (inputs[0] - inputs[0].mean(0),)
 
-    assert agreeing_sizes(by_place, (rows,), (2, 16, 64)) == ()
+    assert agreeing_sizes(by_index, (rows,), (2, 16, 64)) == ()
     assert agreeing_sizes(by_neighbours, (rows,), (2, 16)) == ()
 
 

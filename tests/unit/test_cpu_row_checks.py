@@ -103,7 +103,7 @@ def test_every_matrix_of_a_forward_is_checked_at_load(save: Save, shape: str, mo
     assert {tensor.data_ptr() for tensor in experts} <= checked
 
 
-def _by_place(inputs: Tensors) -> Tensors:
+def _by_index(inputs: Tensors) -> Tensors:
     return (inputs[0] + torch.arange(len(inputs[0]))[:, None] * 1e-3,)
 
 
@@ -119,31 +119,31 @@ def test_a_function_that_no_size_serves_runs_row_by_row_and_the_others_in_tiles(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     row = (RowInput((8,), torch.float32),)
-    tiles = verified_tiles([RowProbe("sound", _sound, row), RowProbe("by_place", _by_place, row)], _CPU)
-    assert tiles.sizes is not None and len(tiles.sizes) > 1 and tiles.row_by_row == {_by_place}
+    tiles = verified_tiles([RowProbe("sound", _sound, row), RowProbe("by_index", _by_index, row)], _CPU)
+    assert tiles.sizes is not None and len(tiles.sizes) > 1 and tiles.row_by_row == {_by_index}
     (record,) = [record for record in caplog.records if record.getMessage() == "row_tiles_not_verified"]
-    assert "by_place" in str(record.__dict__) and "one row at a time" in str(record.__dict__)
+    assert "by_index" in str(record.__dict__) and "one row at a time" in str(record.__dict__)
     x = torch.randn(tiles.padded(50), 8)
-    assert torch.equal(tiles.map(_by_place, (x,))[0], x), "each row is in the first place"
+    assert torch.equal(tiles.map(_by_index, (x,))[0], x), "each row is at the first index"
     assert torch.equal(tiles.map(_sound, (x,))[0], x * 2)
-    assert verified_tiles([RowProbe("by_place", _by_place, row)], _CPU).sizes == (1,)
+    assert verified_tiles([RowProbe("by_index", _by_index, row)], _CPU).sizes == (1,)
 
 
 def test_one_matrix_of_a_kind_that_differs_is_found() -> None:
     row = (RowInput((8,), torch.float32),)
-    tiles = verified_tiles([RowProbe("expert", f, row) for f in (_sound, _also_sound, _by_place)], _CPU)
-    assert tiles.row_by_row == {_by_place}
+    tiles = verified_tiles([RowProbe("expert", f, row) for f in (_sound, _also_sound, _by_index)], _CPU)
+    assert tiles.row_by_row == {_by_index}
 
 
 def test_an_order_that_shows_in_few_rows_is_found() -> None:
     """As of a router's softmax over five scores, whose few numbers differ in one row of ten."""
 
-    def seldom_by_place(inputs: Tensors) -> Tensors:
+    def seldom_by_index(inputs: Tensors) -> Tensors:
         (x,) = inputs
         is_odd = (torch.arange(len(x)) % 2 == 1) & (x[:, 0] > 1.6)
         return (x[:, :2] + is_odd[:, None] * 1e-6,)
 
-    tiles = verified_tiles([RowProbe("route", seldom_by_place, (RowInput((8,), torch.float32),))], _CPU)
+    tiles = verified_tiles([RowProbe("route", seldom_by_index, (RowInput((8,), torch.float32),))], _CPU)
     assert tiles.sizes == (1,)
 
 
@@ -154,8 +154,8 @@ def test_sizes_are_confirmed_only_where_all_give_the_same_bits() -> None:
         return (inputs[0] * (1.0 + 1e-6 * (len(inputs[0]) == 4)),)
 
     assert sizes_agree(_sound, rows, (2, 4, 8, 128))
-    assert not sizes_agree(_by_place, rows, (2, 8)) and not sizes_agree(other_in_fours, rows, (2, 4, 8))
-    assert not sizes_agree(_by_place, rows, (32,)), "copies of a row in one tile are compared"
+    assert not sizes_agree(_by_index, rows, (2, 8)) and not sizes_agree(other_in_fours, rows, (2, 4, 8))
+    assert not sizes_agree(_by_index, rows, (32,)), "copies of a row in one tile are compared"
 
 
 def _in_chunks(runner: CpuRunner, ids: list[int], chunk: int) -> np.ndarray:

@@ -313,14 +313,14 @@ def _odd_router() -> tuple[DeepseekRouter, RouterConfig, MoeWeights]:
     return DeepseekRouter(config, weights), config, weights
 
 
-def _in_every_place(function: RowFunction, rows: torch.Tensor, tiles: RowTiles) -> Iterator[torch.Tensor]:
-    """The weights of `rows`, in order, as they come out where each row is shifted by some places."""
+def _at_every_index(function: RowFunction, rows: torch.Tensor, tiles: RowTiles) -> Iterator[torch.Tensor]:
+    """The weights of `rows`, in order, as they come out where each row is shifted by some indexes."""
     for shift in range(8):
         (weights_TA,) = tiles.map(function, (rows.roll(-shift, 0),))
         yield weights_TA.roll(shift, 0)
 
 
-def test_a_routers_scores_do_not_depend_on_a_rows_place() -> None:
+def test_a_routers_scores_do_not_depend_on_a_rows_index() -> None:
     """In the tiles that the worker takes: some libraries have none for a product of this size, which is then run
     row by row."""
     router, _, _ = _odd_router()
@@ -329,11 +329,11 @@ def test_a_routers_scores_do_not_depend_on_a_rows_place() -> None:
         return (router(inputs[0]).weights_TA,)
 
     tiles = verified_tiles([RowProbe("route", route, (RowInput((30,), torch.float32),))], torch.device("cpu"))
-    expected, *others = _in_every_place(route, torch.randn(1024, 30), tiles)
+    expected, *others = _at_every_index(route, torch.randn(1024, 30), tiles)
     assert all(torch.equal(found, expected) for found in others), tiles.sizes
 
 
-def test_picks_do_not_depend_on_a_rows_place() -> None:
+def test_picks_do_not_depend_on_a_rows_index() -> None:
     """All after the GEMM is elementwise or within a row, and needs no verified tiles."""
     _, config, weights = _odd_router()
     # A product with this is exact, in whatever order it adds.
@@ -344,5 +344,5 @@ def test_picks_do_not_depend_on_a_rows_place() -> None:
         return (plain(inputs[0]).weights_TA,)
 
     rows = torch.randn(4096, 30) @ weights.w_router_DE
-    expected, *others = _in_every_place(pick, rows, RowTiles((8,)))
+    expected, *others = _at_every_index(pick, rows, RowTiles((8,)))
     assert all(torch.equal(found, expected) for found in others)

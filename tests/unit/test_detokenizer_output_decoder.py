@@ -57,9 +57,9 @@ def new_output(case: Case) -> OutputDecoder:
 
 def brute_force(case: Case) -> Outcome:
     """Decode everything, then look for stop strings character by character."""
-    eos_place = next((place for place, i in enumerate(case.ids) if i in case.eos_ids), None)
-    num_counted = len(case.ids) if eos_place is None else eos_place + 1
-    shown = case.ids if eos_place is None else case.ids[: num_counted if case.include_stop else eos_place]
+    eos_index = next((index for index, i in enumerate(case.ids) if i in case.eos_ids), None)
+    num_counted = len(case.ids) if eos_index is None else eos_index + 1
+    shown = case.ids if eos_index is None else case.ids[: num_counted if case.include_stop else eos_index]
     full = vocabulary().tokenizer.decode(shown, skip_special_tokens=case.skip_special_tokens)
     for end in range(1, len(full) + 1):
         stop = max((s for s in case.stops if full[:end].endswith(s)), key=len, default=None)
@@ -257,7 +257,7 @@ def test_the_worst_stop_strings_cost_linear_time(stop: str) -> None:
     num_pushes = 3000
     for _ in range(num_pushes):
         finder.push(stop[0])
-    # Each character is given up once, and each push finds one place that stays open.
+    # Each character is given up once, and each push finds one position that stays open.
     assert counting.num_looks <= 2 * num_pushes
 
 

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
-    """A layer's experts by place, and by rank as they should be."""
+    """A layer's experts by slot, and by rank as they should be."""
     num_ranks, size = draw(st.integers(1, 5)), draw(st.integers(1, 5))
     num_experts = draw(st.integers(1, num_ranks * size))
     more = st.lists(st.integers(-1, num_experts - 1), min_size=num_ranks * size, max_size=num_ranks * size)
@@ -91,7 +91,7 @@ def run_ops(runner: CpuRunner, *ops: worker_pb2.BarrierOp) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_stay_to_the_bit_while_experts_move(size: int, folder: Path) -> None:
-    """In slices, whole or not; copies come, experts change places; nothing takes effect before it is placed."""
+    """In slices, whole or not; copies come, experts change slots; nothing takes effect before it is placed."""
     alone = load(folder)
     expected = [logits_of(alone, seed) for seed in range(size)]
 
@@ -99,13 +99,13 @@ def test_logits_stay_to_the_bit_while_experts_move(size: int, folder: Path) -> N
         runner = load(folder, experts=AllToAllDispatch(group.groups[number], NUM_REDUNDANT))
         runner.set_dispatch_mode(DispatchMode.LOW_LATENCY, NUM_TOKENS)
         moves, generator = moves_of(runner), np.random.default_rng(7)
-        num_places = moves.placement.shape[1]
+        num_slots = moves.placement.shape[1]
         for change in range(6):
             assert np.array_equal(logits_of(runner, number), expected[number])
             runner.clear()
             before, layer = moves.placement, change % moves.num_layers
             new = np.concatenate(
-                (np.arange(moves.num_experts), generator.integers(0, moves.num_experts, num_places - moves.num_experts))
+                (np.arange(moves.num_experts), generator.integers(0, moves.num_experts, num_slots - moves.num_experts))
             )
             by_rank = generator.permutation(new).reshape(size, -1).tolist()
             chosen = fewest_moves(before[layer].tolist(), by_rank)
@@ -141,9 +141,9 @@ def test_a_rank_that_starts_again_reads_what_it_lacks(model: str, is_fused: bool
     def rank(number: int) -> None:
         runner = load(folder, experts=AllToAllDispatch(group.groups[number], NUM_REDUNDANT))
         moves = moves_of(runner)
-        num_layers, num_places = moves.placement.shape
+        num_layers, num_slots = moves.placement.shape
         generator = np.random.default_rng(1)
-        wanted = np.stack([generator.permutation(np.arange(num_places) % moves.num_experts) for _ in range(num_layers)])
+        wanted = np.stack([generator.permutation(np.arange(num_slots) % moves.num_experts) for _ in range(num_layers)])
         for placement, version in ((wanted, 9), (None, 0), (wanted, 12)):
             message = None
             if placement is not None:
@@ -175,7 +175,7 @@ def test_ops_that_cannot_be_are_refused_and_leave_no_trace(folder: Path) -> None
             (move_op([ExpertMove(0, 3), ExpertMove(1, 3)], 0, 0, 10), "each target once"),
             (move_op([ExpertMove(0, 1000)], 0, 0, 10), "outside"),
             (move_op([ExpertMove(-1, 0)], 0, 0, 10), "outside"),
-            (move_op([ExpertMove(empty, 0)], 0, 0, 10, "b"), "empty place"),
+            (move_op([ExpertMove(empty, 0)], 0, 0, 10, "b"), "empty slot"),
             (move_op(good, 0, 10, size), "an expert has"),
             (move_op(good, 0, 10, 0), "an expert has"),
             (move_op(good, 0, 20, 10), "has 10 bytes"),
@@ -198,19 +198,19 @@ def test_ops_that_cannot_be_are_refused_and_leave_no_trace(folder: Path) -> None
         assert result.device_end_ns >= result.device_start_ns
         executor.run(StepPlan(epoch=1, step_id=2, barrier_ops=(place_op(),), has_forward=False))
         assert moves.placement[0, empty] == before[0, 0] and moves.version == 1
-        # The only place of an expert may not go.
+        # The only slot of an expert may not go.
         lonely = next(p for p, e in enumerate(before[1]) if e >= 0)
         run_ops(runner, move_op([ExpertMove(lonely + 1, lonely)], 1, 0, size, "c"))
-        with pytest.raises(MeshError, match="without a place"):
+        with pytest.raises(MeshError, match="without a slot"):
             moves.check(place_op("c"))
         # A new epoch knows nothing of it.
         executor.begin_epoch(2)
         with pytest.raises(MeshError, match="nothing was moved"):
             moves.check(place_op("c"))
         for experts, error in (
-            (pack_ints(before.ravel()[:-1]), "places of experts"),
+            (pack_ints(before.ravel()[:-1]), "slots of experts"),
             (pack_ints(np.full(before.size, 999, np.int32)), "outside"),
-            (pack_ints(np.zeros(before.size, np.int32)), "without a place"),
+            (pack_ints(np.zeros(before.size, np.int32)), "without a slot"),
         ):
             with pytest.raises(MeshError, match=error):
                 moves.adopt(worker_pb2.ExpertPlacement(version=3, experts=experts))
@@ -222,12 +222,12 @@ def test_ops_that_cannot_be_are_refused_and_leave_no_trace(folder: Path) -> None
         group.run(rank)
 
 
-def shared(num_ranks: int, num_layers: int, num_experts: int, places: int, expert_bytes: int) -> SharedExperts:
-    """As loaded: contiguous shares, empty places behind them."""
-    experts_LS = np.full((num_layers, num_ranks * places), -1, np.int32)
+def shared(num_ranks: int, num_layers: int, num_experts: int, slots: int, expert_bytes: int) -> SharedExperts:
+    """As loaded: contiguous shares, empty slots behind them."""
+    experts_LS = np.full((num_layers, num_ranks * slots), -1, np.int32)
     for rank in range(num_ranks):
         held = np.arange(num_experts * rank // num_ranks, num_experts * (rank + 1) // num_ranks)
-        experts_LS[:, rank * places : rank * places + len(held)] = held
+        experts_LS[:, rank * slots : rank * slots + len(held)] = held
     return SharedExperts(
         num_ranks=num_ranks, num_experts=num_experts, expert_bytes=expert_bytes, version=0, experts_LS=experts_LS
     )
@@ -359,7 +359,7 @@ def test_loads_that_no_placement_balances_are_not_moved_for_ever() -> None:
 
 
 def test_loads_of_another_model_are_its_own() -> None:
-    """As many places as before, for fewer experts."""
+    """As many slots as before, for fewer experts."""
     balancer = ExpertBalancer()
     for num_experts in (8, 6):
         balancer.begin_epoch(1, shared(2, 1, num_experts, 4, 1000), OPS)

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispa
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.expert_dispatch import LocalDispatch
-from radixmesh.daemons.worker.expert_places import ExpertPlaces
+from radixmesh.daemons.worker.expert_slots import ExpertSlots
 
 MODES = [DispatchMode.NORMAL, DispatchMode.LOW_LATENCY]
 NUM_TOKENS = 24
@@ -100,9 +100,9 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
     def computed(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return x.float() * (experts[:, None] + 1)
 
-    def placed(dispatch: AllToAllDispatch, number: int) -> ExpertPlaces:
+    def placed(dispatch: AllToAllDispatch, number: int) -> ExpertSlots:
         """As loaded, or anywhere, with copies."""
-        first = dispatch.first_places(num_experts)
+        first = dispatch.first_slots(num_experts)
         if not is_moved:
             return first
         generator = torch.Generator().manual_seed(seed)
@@ -114,10 +114,10 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
         dispatch = AllToAllDispatch(group.groups[number], num_redundant)
         dispatch.set_dispatch_mode(mode, max(num_rows))
         rows = torch.arange(num_rows[number]).repeat_interleave(num_picks)
-        places = placed(dispatch, number)
-        got = dispatch.dispatch(x_of[number], rows, picks_of[number], places, num_picks)
-        own_S = places.experts_S[number * places.per_rank : (number + 1) * places.per_rank]
-        assert places.picks_E.sum() == len(rows)
+        slots = placed(dispatch, number)
+        got = dispatch.dispatch(x_of[number], rows, picks_of[number], slots, num_picks)
+        own_S = slots.experts_S[number * slots.per_rank : (number + 1) * slots.per_rank]
+        assert slots.picks_E.sum() == len(rows)
         return dispatch.combine(got, computed(got.x_XD[got.rows_R], own_S[got.held_R]))
 
     with closing(ThreadGroup(size)) as group:
@@ -125,7 +125,7 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
     for number, result in enumerate(results):
         rows = torch.arange(num_rows[number]).repeat_interleave(num_picks)
         local = LocalDispatch()
-        got = local.dispatch(x_of[number], rows, picks_of[number], local.first_places(num_experts), num_picks)
+        got = local.dispatch(x_of[number], rows, picks_of[number], local.first_slots(num_experts), num_picks)
         assert torch.equal(result, local.combine(got, computed(got.x_XD[got.rows_R], got.held_R)))
 
 

@@ -96,7 +96,7 @@ def test_the_definition(tiles: RowTiles) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, _ROWS - 1), min_size=1, max_size=80))
 def test_a_row_has_the_same_bits_in_any_company(tiles: RowTiles, rows: list[int]) -> None:
-    """Rows may come more than once: all of an expert's places are then taken by equals."""
+    """Rows may come more than once: all of an expert's slots are then taken by equals."""
     whole = _compute(_X, tiles)
     assert torch.equal(_compute(_X[rows], tiles).view(torch.int32), whole[rows].view(torch.int32))
 

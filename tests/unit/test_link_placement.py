@@ -86,3 +86,20 @@ async def test_outputs_of_one_request_count_where_their_prompt_is() -> None:
 def test_namespaces_of_adapters_and_salts_are_apart() -> None:
     names = [cache_name(adapter, salt) for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""))]
     assert len(set(names)) == len(names)
+
+
+async def test_a_new_stream_to_a_replica_is_another_cache_and_a_new_load_is_not() -> None:
+    placement = Placement(make_policy("cache_aware"))
+    placed = LinkPlacement(placement)
+    link = Link("a:1")
+    placed.add(link)  # type: ignore[arg-type]
+    placed.on_load(link)  # type: ignore[arg-type]
+    link.last_sequence = 1
+    output = output_of(bytes(400))
+    placed.take_sent(link, placed.choose(output, placed.table.rows([link])))  # type: ignore[arg-type,list-item]
+    placed.on_load(link)  # type: ignore[arg-type]
+    assert placement.replicas.num_outputs[0] == 1 and placed.matched_tokens(output, link) == 96  # type: ignore[arg-type]
+    link.num_connects = 2
+    placed.on_load(link)  # type: ignore[arg-type]
+    assert placement.replicas.num_outputs[0] == 0, "it left with the stream"
+    await placed.close()

@@ -107,15 +107,15 @@ def test_each_transition_is_made_by_its_owner_alone() -> None:
     assert callers == {name: {t.owner} if t.owner else set() for name, t in TRANSITIONS.items()}
 
 
-def _find_callers(node: ast.AST, place: str, callers: dict[str, set[str]]) -> None:
+def _find_callers(node: ast.AST, caller: str, callers: dict[str, set[str]]) -> None:
     for child in ast.iter_child_nodes(node):
-        inside = place
+        inside = caller
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            inside = f"{place}.{child.name}".lstrip(".")
+            inside = f"{caller}.{child.name}".lstrip(".")
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in callers:
             of = child.func.value
             if (of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", "")) == "pool":
-                callers[child.func.attr].add(place)
+                callers[child.func.attr].add(caller)
         _find_callers(child, inside, callers)
 
 

@@ -1,4 +1,4 @@
-"""Rows' places in the table of all slots, read as FlashInfer's kernels read them."""
+"""Rows' positions in the table of all slots, read as FlashInfer's kernels read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.attention.paged_rows import row_places
+from radixmesh.daemons.worker.cuda.attention.paged_rows import row_positions
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig, KernelKind
 from radixmesh.daemons.worker.cuda.flashinfer.workspace import workspace_bytes
 
@@ -36,7 +36,7 @@ def test_kernels_read_each_rows_pages_and_length(step: tuple[IntArray, IntArray,
     # Every entry names its slot, so that reading another slot's part shows.
     page_list = np.repeat(np.arange(num_slots), max_pages)
 
-    starts, last_lens = row_places(slots, lengths, (num_slots, max_pages), page_size)
+    starts, last_lens = row_positions(slots, lengths, (num_slots, max_pages), page_size)
 
     assert starts.dtype == last_lens.dtype == np.int32
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):

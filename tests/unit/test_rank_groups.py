@@ -199,7 +199,7 @@ def test_ranks_of_different_builds_are_no_group() -> None:
 
 
 def shared_experts(rank: int, num: int = 4, version: int = 0, **fields: object) -> worker_pb2.WorkerHello:
-    """Of 2 ranks with 2 layers of `num` experts on 6 places."""
+    """Of 2 ranks with 2 layers of `num` experts on 6 slots."""
     said = ready(rank)
     said.capabilities.layout.CopyFrom(RankLayout(dp_size=2, dp_rank=rank, ep_size=2, ep_rank=rank).to_proto())
     experts = [*range(num), *[-1] * (6 - num)] * 2
@@ -244,7 +244,7 @@ def test_a_placement_that_cannot_be_is_refused_before_memory_is_taken_for_it(fie
         group_of([shared_experts(0, **fields), shared_experts(1, **fields)])  # type: ignore[arg-type]
     assert caught.value.reason_name == "INVALID_ARGUMENT"
     if "version" not in fields:
-        with pytest.raises(MeshError, match="different places"):
+        with pytest.raises(MeshError, match="different slots"):
             group_of([shared_experts(0, **fields), shared_experts(1)])  # type: ignore[arg-type]
 
 

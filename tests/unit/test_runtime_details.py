@@ -31,7 +31,7 @@ from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.worker.v1 import worker_pb2
 
 
-async def test_a_place_that_came_with_the_cancellation_is_given_back() -> None:
+async def test_a_slot_that_came_with_the_cancellation_is_given_back() -> None:
     semaphore = FairSemaphore(1, max_per_peer=1, max_waiting=4)
     await semaphore.take("a")
     waiting = asyncio.ensure_future(semaphore.take("b"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,10 +135,11 @@ class _Stream:
 
 def _loop_of_short_steps(world: World) -> SchedulerLoop:
     """In an epoch whose steps take 0.8 ms."""
-    loop = SchedulerLoop(SchedulerSettings(workers=("nowhere:1",)), None, Progress())  # type: ignore[arg-type]
+    group = SimpleNamespace(addresses=("nowhere:1",))
+    loop = SchedulerLoop(SchedulerSettings(workers=group.addresses), group, Progress())  # type: ignore[arg-type]
     planner = loop.planner
     planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8, grammar_format="xgrammar"), None)
-    loop._lookahead = Lookahead(depth=None, max_in_flight=8)
+    loop.lookahead = Lookahead(depth=None, max_in_flight=8)
     for tokens in (1, 4):
         planner.estimate.observe(tokens, 800.0)
     return loop
@@ -160,7 +162,7 @@ async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_wai
 async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned() -> None:
     world, events = World(eos_rate=0.0), []
     loop = _loop_of_short_steps(world)
-    loop._lookahead = Lookahead(depth=2, max_in_flight=2)
+    loop.lookahead = Lookahead(depth=2, max_in_flight=2)
     router = loop.streams.open("router")
     loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=8)))
     stream = _Stream()
@@ -207,8 +209,8 @@ async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() 
     await loop._send_plans(claimed)
     answer_all()
     gap_us = loop.lookahead.gap_us
-    loop._lookahead.max_in_flight = 3
-    loop._lookahead.batch_size = lambda step_us: 3  # type: ignore[method-assign]
+    loop.lookahead.max_in_flight = 3
+    loop.lookahead.batch_size = lambda step_us: 3  # type: ignore[method-assign]
     await loop._send_plans(claimed)
     assert [len(message) for message in stream.messages] == [3]
     # As long as the device took for the three, and half a millisecond.

@@ -34,8 +34,8 @@ def answer_of(query: bytes, records: Sequence[SrvRecord], *, flags: int = 0x8180
     return message
 
 
-def records(*places: tuple[int, int, str]) -> list[SrvRecord]:
-    return [SrvRecord(priority, 0, port, target) for priority, port, target in places]
+def records(*addresses: tuple[int, int, str]) -> list[SrvRecord]:
+    return [SrvRecord(priority, 0, port, target) for priority, port, target in addresses]
 
 
 @asynccontextmanager
@@ -140,11 +140,11 @@ def test_only_the_first_priority_counts() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
-def test_whatever_a_server_says_is_read_or_refused(tail: bytes, place: int, value: int) -> None:
+def test_whatever_a_server_says_is_read_or_refused(tail: bytes, index: int, value: int) -> None:
     query = query_of(NAME, 7)
     message = bytearray(answer_of(query, records((0, 1, "a.example"), (0, 2, "b.example"))) + tail)
-    message[place % len(message)] = value
-    for said in (bytes(message), query[:2] + tail, bytes(message[: place % len(message)])):
+    message[index % len(message)] = value
+    for said in (bytes(message), query[:2] + tail, bytes(message[: index % len(message)])):
         with suppress(SourceError):
             assert len(records_of(said, query)) <= 1_024
 

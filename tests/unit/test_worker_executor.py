@@ -269,12 +269,12 @@ def test_records_grow_by_completed_steps_only():
 
 def test_damaged_kv_shows_in_the_tokens():
     expected = _expected([5, 6, 7, 8], 30)
-    for place in range(4):
+    for token in range(4):
         steps = Steps(simulated_executor())
         result = steps.run(admits=[admit(0, [5, 6, 7, 8])], grants=[grant(0, range(40))], chunks=[chunk(0, 4)])
-        steps.executor.runner.kv[place] += np.uint64(1)
+        steps.executor.runner.kv[token] += np.uint64(1)
         tokens = [*result.ids.tolist(), *(int(steps.run(decodes=[0]).ids[0]) for _ in range(29))]
-        assert tokens != expected, f"nobody noticed that page {place} was damaged"
+        assert tokens != expected, f"nobody noticed that page {token} was damaged"
 
 
 def test_virtual_time_adds_up_step_durations():

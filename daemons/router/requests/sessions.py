@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from contextvars import ContextVar
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from radixmesh.daemons.router.requests.resolver import MAX_NAME_BYTES
 from radixmesh.router.v1 import router_pb2
 
@@ -25,3 +27,17 @@ def bind_session(message: router_pb2.GenerateRequest) -> None:
     """Writes the bound session into a new request that names none itself."""
     if not message.session and not message.HasField("resume"):
         message.session = _session.get()
+
+
+class SessionHeader:
+    """An ASGI application before the application: binds a request's session to the task that handles it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {name: value for name, value in scope["headers"] if name in SESSION_HEADERS and value}
+            if found:
+                set_session(next(found[name] for name in SESSION_HEADERS if name in found).decode("latin-1"))
+        await self._app(scope, receive, send)

@@ -42,7 +42,7 @@ class Inserted(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """The cached part of a prefix at the moment: whole pages, and where they lie. `branch` names places from the top
+    """The cached part of a prefix at the moment: whole pages, and where they lie. `branch` names nodes from the top
     down to the prefix's end, opaque: of two prefixes with a long part in common, so have their branches."""
 
     num_pages: int

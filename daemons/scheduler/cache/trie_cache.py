@@ -69,7 +69,7 @@ class TrieCache(PrefixCache):
         pages = self._walk(root, ids) if root is not None else empty_ints()
         if not len(pages):
             return NOTHING_KNOWN
-        # Places at depths 1, 2, 4, ...: few, and prefixes with a common part share most of them.
+        # Nodes at depths 1, 2, 4, ...: few, and prefixes with a common part share most of them.
         depths = 2 ** np.arange(len(pages).bit_length()) - 1
         return Probe(len(pages), (*pages[depths].tolist(), int(pages[-1])))
 

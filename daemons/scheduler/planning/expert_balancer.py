@@ -5,7 +5,7 @@ WATCHING --unbalanced, once in a while--> MOVING one layer, slice by slice --> P
 Every op is a plan of its own, between two steps of the requests, and the next one waits for its answer. The size of a
 slice follows the time that the ones before took.
 
-Legend: L layers, E experts, S places, R ranks.
+Legend: L layers, E experts, S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -247,14 +247,14 @@ def _loads_of(experts: SharedExperts, layer: int, loads_E: _FloatArray) -> _Floa
     """[R]: those of one layer."""
     experts_S = experts.experts_LS[layer]
     copies_E = np.bincount(experts_S[experts_S >= 0], minlength=experts.num_experts)
-    places_S = np.where(experts_S >= 0, (loads_E / copies_E)[experts_S], 0.0)
-    loads_R: _FloatArray = places_S.reshape(experts.num_ranks, -1).sum(axis=1)
+    slots_S = np.where(experts_S >= 0, (loads_E / copies_E)[experts_S], 0.0)
+    loads_R: _FloatArray = slots_S.reshape(experts.num_ranks, -1).sum(axis=1)
     return loads_R
 
 
 def _moves_of(experts: SharedExperts, layer: int, loads_E: _FloatArray) -> list[ExpertMove]:
     """Moves that bring a layer to the placement of its loads; empty: it would not help."""
-    sites = ExpertSites(num_ranks=experts.num_ranks, num_places=experts.num_places)
+    sites = ExpertSites(num_ranks=experts.num_ranks, num_slots=experts.num_slots)
     by_rank = place_by_load(loads_E.tolist(), sites)
     copies_E = np.bincount([expert for of_rank in by_rank for expert in of_rank], minlength=experts.num_experts)
     most = max(float((loads_E / copies_E)[of_rank].sum()) for of_rank in by_rank)

@@ -11,35 +11,35 @@ _MOST_RANKS_MATCHED = 64
 
 
 class ExpertMove(NamedTuple):
-    """Place `target` gets the expert that is at place `source` now."""
+    """Slot `target` gets the expert that is at slot `source` now."""
 
     source: int
     target: int
 
 
 def fewest_moves(experts: Sequence[int], by_rank: Sequence[Sequence[int]]) -> list[ExpertMove]:
-    """Moves after which each rank has the experts of one of `by_rank`, as many as it has places.
+    """Moves after which each rank has the experts of one of `by_rank`, as many as it has slots.
 
-    experts: at each place now, -1: none; places of a rank are neighbours, and each expert has one. Which rank gets
+    experts: at each slot now, -1: none; slots of a rank are neighbours, and each expert has one. Which rank gets
     which of `by_rank` is free: those that have most of it already. An expert that a rank keeps stays where it is.
     """
     num_ranks, size = len(by_rank), len(experts) // len(by_rank)
     held = [Counter(experts[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
     sources: dict[int, list[int]] = defaultdict(list)
-    for place, expert in enumerate(experts):
-        sources[expert].append(place)
+    for slot, expert in enumerate(experts):
+        sources[expert].append(slot)
     num_sent = [0] * num_ranks
     moves: list[ExpertMove] = []
     for rank, new in enumerate(_matched(held, [Counter(of_rank) for of_rank in by_rank])):
         wanted, free = Counter(new), []
-        for place in range(rank * size, (rank + 1) * size):
-            if wanted[experts[place]] > 0:
-                wanted[experts[place]] -= 1
+        for slot in range(rank * size, (rank + 1) * size):
+            if wanted[experts[slot]] > 0:
+                wanted[experts[slot]] -= 1
             else:
-                free.append(place)
+                free.append(slot)
         for expert, target in zip(sorted(wanted.elements()), free, strict=False):
             # From this rank itself, else from the one that has sent least.
-            source = min(sources[expert], key=lambda place: (place // size != rank, num_sent[place // size], place))
+            source = min(sources[expert], key=lambda slot: (slot // size != rank, num_sent[slot // size], slot))
             num_sent[source // size] += source // size != rank
             moves.append(ExpertMove(source, target))
     return moves

@@ -288,7 +288,8 @@ class Planner:
             self._retraction.unblock_ranks(state, draft)
         if is_empty and not state.releases and not is_heartbeat:
             return None
-        return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)
+        expected_us = self.estimate.expect_us(most_tokens_of_a_rank(state, draft))
+        return self._sent(state, plan_of(state, draft, expected_us), draft, now)
 
     def joined(self, results: PySequence[StepResult]) -> StepResult:
         """Results of all data-parallel ranks, one each, as the one that process() takes: its slots are the table's.
@@ -363,6 +364,3 @@ class Planner:
         enter_in_flight(state, plan, draft, now)
         self.counters.planned(draft.num_chunk_tokens)
         return plan
-
-    def _expected_us(self, state: EpochState, draft: PlanDraft) -> int:
-        return self.estimate.expect_us(most_tokens_of_a_rank(state, draft))

@@ -1,10 +1,10 @@
 """Expert dispatch by all-to-all between ranks: gloo between CPUs, whatever the communicator carries elsewhere.
 
 normal: ranks tell each other first how many rows come, then send just these. low latency: every rank sends as many
-places to every other one as the plan's shape allows at most, most of them empty, so that nothing has to be known first.
+slots to every other one as the plan's shape allows at most, most of them empty, so that nothing has to be known first.
 
 Legend: P pairs of a row and an expert that it picked, R pairs that came here, D hidden size, N ranks, B bytes of a row
-and of the place of its expert.
+and of the slot of its expert.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertDispatch
-from radixmesh.daemons.worker.expert_places import ExpertPlaces
+from radixmesh.daemons.worker.expert_slots import ExpertSlots
 
-_PLACE_BYTES = 8
+_SLOT_BYTES = 8
 
 
 class _Route(NamedTuple):
-    """Way back. order_P: of the pairs as they were sent, by rank. sent_P, came_R: their places in what was exchanged.
-    to_ranks, from_ranks: places that were sent to, and came from, each rank."""
+    """Way back. order_P: of the pairs as they were sent, by rank. sent_P, came_R: their slots in what was exchanged.
+    to_ranks, from_ranks: slots that were sent to, and came from, each rank."""
 
     order_P: torch.Tensor
     sent_P: torch.Tensor
@@ -34,7 +34,7 @@ class _Route(NamedTuple):
 
 
 class AllToAllDispatch(ExpertDispatch):
-    """Ranks of `group`, which share the experts. num_redundant: places of a layer, on all ranks together, beyond one
+    """Ranks of `group`, which share the experts. num_redundant: slots of a layer, on all ranks together, beyond one
     for each expert."""
 
     def __init__(self, group: RankGroup, num_redundant: int = 0) -> None:
@@ -50,21 +50,21 @@ class AllToAllDispatch(ExpertDispatch):
         self._mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL
         self._max_rows = max_tokens_per_rank
 
-    def places_per_rank(self, num_experts: int) -> int:
+    def slots_per_rank(self, num_experts: int) -> int:
         return -(-(num_experts + self._num_redundant) // self.size)
 
-    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, places: ExpertPlaces,
+    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, slots: ExpertSlots,
                  num_picks: int) -> Dispatched:  # fmt: skip
-        places_P = places.choose(experts_P, rows_P)
-        ranks_P = places_P // places.per_rank
+        slots_P = slots.choose(experts_P, rows_P)
+        ranks_P = slots_P // slots.per_rank
         order_P = ranks_P.argsort(stable=True)
         counts_N = ranks_P.bincount(minlength=self.size)
-        packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), (places_P % places.per_rank)[order_P])
+        packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), (slots_P % slots.per_rank)[order_P])
         if self._mode is DispatchMode.LOW_LATENCY:
-            capacity = self._max_rows * min(num_picks, places.per_rank)
+            capacity = self._max_rows * min(num_picks, slots.per_rank)
             assert int(counts_N.max()) <= capacity, (counts_N, capacity)
             first_N = torch.arange(self.size) * capacity
-            # Rows of the exchange without a pair keep a place of -1.
+            # Rows of the exchange without a pair keep a slot of -1.
             sent_XB = packed_PB.new_full((self.size * capacity, packed_PB.shape[1]), 0xFF)
             to_ranks = from_ranks = [capacity] * self.size
         else:
@@ -78,11 +78,11 @@ class AllToAllDispatch(ExpertDispatch):
         sent_XB[sent_P] = packed_PB
         came_XB = self.group.all_to_all(sent_XB, to_ranks, from_ranks)
         # Copies: a view as another type needs an aligned beginning.
-        held_X = came_XB[:, -_PLACE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
+        held_X = came_XB[:, -_SLOT_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
         came_R = (held_X >= 0).nonzero().flatten()
         self.num_pairs += len(came_R)
         came_RB = came_XB[came_R]
-        x_RD = came_RB[:, :-_PLACE_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
+        x_RD = came_RB[:, :-_SLOT_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
         route = _Route(order_P, sent_P, came_R, to_ranks, from_ranks)
         return Dispatched(x_RD, torch.arange(len(came_R)), held_X[came_R], route)
 
@@ -100,7 +100,7 @@ class AllToAllDispatch(ExpertDispatch):
 def _pack(x_PD: torch.Tensor, held_P: torch.Tensor) -> torch.Tensor:
     """uint8 [P, B]: one exchange carries both, whatever the dtype of the rows."""
     num_bytes = x_PD.shape[1] * x_PD.element_size()
-    packed_PB = torch.empty(len(x_PD), num_bytes + _PLACE_BYTES, dtype=torch.uint8)
+    packed_PB = torch.empty(len(x_PD), num_bytes + _SLOT_BYTES, dtype=torch.uint8)
     packed_PB[:, :num_bytes] = x_PD.contiguous().view(torch.uint8)
-    packed_PB[:, num_bytes:] = held_P.contiguous().view(torch.uint8).view(-1, _PLACE_BYTES)
+    packed_PB[:, num_bytes:] = held_P.contiguous().view(torch.uint8).view(-1, _SLOT_BYTES)
     return packed_PB

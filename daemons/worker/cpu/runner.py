@@ -175,12 +175,12 @@ class CpuRunner(ModelRunner):
             self._drafter.copied(source, target, num_tokens)
 
     @torch.inference_mode()
-    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
-        return self.pool.read_tokens(torch.from_numpy(places.astype(np.int64))).numpy()
+    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+        return self.pool.read_tokens(torch.from_numpy(indexes.astype(np.int64))).numpy()
 
     @torch.inference_mode()
-    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        self.pool.write_tokens(torch.from_numpy(places.astype(np.int64)), torch.from_numpy(data))
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self.pool.write_tokens(torch.from_numpy(indexes.astype(np.int64)), torch.from_numpy(data))
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
@@ -94,6 +95,7 @@ class DeviceRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
+        self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
         self.tasks = model.tasks
@@ -168,7 +170,7 @@ class DeviceRunner(ModelRunner):
         grammars, and draft up to so many ids of what these force; `drafter` drafts on the device then, or nothing.
         Attention that needs exact lengths verifies nothing.
         """
-        if self._attention.needs_exact_lengths:
+        if not self.can_verify:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
@@ -206,9 +208,17 @@ class DeviceRunner(ModelRunner):
     def mask_sink(self, admit: Admit) -> MaskSink | None:
         return self.masks.sink(admit) if self._chains is None else self._chains.sink(admit)
 
-    def warm_up(self) -> None:
+    @property
+    def can_verify(self) -> bool:
+        """False where the attention needs exact lengths, which the host does not know while steps with drafts run."""
+        return not self._attention.needs_exact_lengths
+
+    def warm_up(self, *, has_decodes: bool = True) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
-        for, and steps as they will come, so that no request waits for a compiler or a library's start."""
+        for, and steps as they will come, so that no request waits for a compiler or a library's start.
+
+        has_decodes: False before verify(), which captures the decodes itself: no others come.
+        """
         with self.device.in_order(), torch.inference_mode():
             if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
                 compile_ahead(self._launch_all)
@@ -217,7 +227,8 @@ class DeviceRunner(ModelRunner):
                 self._prompts.warm_up()
                 self.device.record_event().wait()
                 return
-            self._decodes.capture(self._sampler)
+            if has_decodes:
+                self._decodes.capture(self._sampler)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
@@ -226,11 +237,13 @@ class DeviceRunner(ModelRunner):
                 max_tokens_per_step=self._limits.max_tokens_per_step,
                 num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
-                self.launch(rows, segments, 0)
+                if has_decodes or segments:
+                    self.launch(rows, segments, 0)
             self.device.record_event().wait()
 
     def _launch_all(self) -> None:
-        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling."""
+        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling. Those of decodes always:
+        nearly all of them are in steps that verify drafts too."""
         self._prompts.launch_all()
         if Task.GENERATE in self.tasks:
             self._decodes.launch_all(self._sampler)
@@ -274,6 +287,20 @@ class DeviceRunner(ModelRunner):
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        # Behind the steps that were launched: the copy to the host waits for them, and for itself.
+        with self.device.in_order():
+            tokens = torch.from_numpy(places.astype(np.int64)).to(self.device.torch_device)
+            return self.pool.read_tokens(tokens).cpu().numpy()
+
+    @torch.inference_mode()
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        # From memory that is not pinned the copy to the device returns when the source may change.
+        with self.device.in_order():
+            tokens = torch.from_numpy(places.astype(np.int64)).to(self.device.torch_device)
+            self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
 
     @torch.inference_mode()
     def clear(self) -> None:

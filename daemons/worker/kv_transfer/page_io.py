@@ -50,7 +50,7 @@ def gather(
         raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
     token_bytes = runner.kv_token_bytes
     for chunk in chunks_of(len(tokens), token_bytes):
-        data = runner.read_kv(_places(pages, tokens.start + chunk.first, chunk.num, size))
+        data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size))
         memory[chunk.offset : chunk.offset + chunk.num * token_bytes] = data
     memory[:STAMP_BYTES] = memory[-STAMP_BYTES:] = np.frombuffer(stamp, np.uint8)
 
@@ -78,7 +78,7 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
         return Failure.PAGES
     for chunk in chunks_of(num_tokens, token_bytes):
         data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
-        runner.write_kv(_places(pages, chunk.first, chunk.num, size), data)
+        runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, size), data)
     # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
     if not has_stamps(memory, stamp):
         return Failure.STAMP
@@ -87,10 +87,10 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
     return Failure.NONE
 
 
-def _places(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:
+def _token_indexes(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:
     at = np.arange(first, first + num, dtype=np.int32)
-    places: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
-    return places
+    indexes: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
+    return indexes
 
 
 def _are_pages(executor: StepExecutor, pages: IntArray) -> bool:

@@ -25,7 +25,7 @@ class ExpertNames(NamedTuple):
 
 
 class ExpertSource(NamedTuple):
-    """The experts of one layer in the checkpoint. targets_of: from some places of `weights` to their tensors."""
+    """The experts of one layer in the checkpoint. targets_of: from some slots of `weights` to their tensors."""
 
     weights: ExpertWeights
     targets_of: Callable[[ExpertWeights], TensorTargets]
@@ -37,17 +37,17 @@ def read_experts(
     sources: Sequence[ExpertSource],
     wanted: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Fills places with experts of the folder: (index in `sources`, place, expert). Raises BAD_CHECKPOINT."""
+    """Fills slots with experts of the folder: (index in `sources`, slot, expert). Raises BAD_CHECKPOINT."""
     waiting = list(wanted)
     while waiting:
         # One of each layer at a time: in some layouts all experts of a layer are one tensor.
-        chosen = {layer: (layer, place, expert) for layer, place, expert in reversed(waiting)}
+        chosen = {layer: (layer, slot, expert) for layer, slot, expert in reversed(waiting)}
         waiting = [item for item in waiting if chosen[item[0]] != item]
         tensors: dict[str, torch.Tensor] = {}
         others: dict[str, OtherTarget] = {}
         slices: dict[str, TensorSlice] = {}
-        for layer, place, expert in chosen.values():
-            weights = sources[layer].weights.of(place, 1, ExpertShare(expert, expert + 1))
+        for layer, slot, expert in chosen.values():
+            weights = sources[layer].weights.of(slot, 1, ExpertShare(expert, expert + 1))
             targets = sources[layer].targets_of(weights)
             tensors.update(targets.tensors)
             others.update(targets.others)

@@ -43,7 +43,7 @@ Router = Callable[[torch.Tensor], Routing]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """Gated MLPs, [in, out] as all projections; the gate is the first half of gate_up. Biases are None where there are
-    none. Of a rank that shares the experts with others, E counts the places that it has for them: `share` says which of
+    none. Of a rank that shares the experts with others, E counts the slots that it has for them: `share` says which of
     all `num_experts` are loaded into the first ones.
 
     The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view; where the placement
@@ -62,20 +62,20 @@ class ExpertWeights:
         cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement, has_bias: bool = False
     ) -> ExpertWeights:
         """Memory for the weights, not filled; biases have it where projections have none."""
-        share, places = placement.experts.share(num_experts), placement.experts.places_per_rank(num_experts)
-        bias = torch.empty(places, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
+        share, slots = placement.experts.share(num_experts), placement.experts.slots_per_rank(num_experts)
+        bias = torch.empty(slots, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
         return cls(
-            w_gate_up_EDF2=_aligned_stack(places, hidden_size, 2 * mlp_size, placement.of_projections()),
-            w_down_EFD=_aligned_stack(places, mlp_size, hidden_size, placement.of_projections()),
+            w_gate_up_EDF2=_aligned_stack(slots, hidden_size, 2 * mlp_size, placement.of_projections()),
+            w_down_EFD=_aligned_stack(slots, mlp_size, hidden_size, placement.of_projections()),
             num_experts=num_experts,
             share=share,
             b_gate_up_EF2=bias[:, : 2 * mlp_size] if has_bias else None,
             b_down_ED=bias[:, 2 * mlp_size :] if has_bias else None,
         )
 
-    def of(self, place: int, num: int, share: ExpertShare) -> ExpertWeights:
-        """The `num` places from `place` on, into which `share` is to be loaded."""
-        part = slice(place, place + num)
+    def of(self, slot: int, num: int, share: ExpertShare) -> ExpertWeights:
+        """The `num` slots from `slot` on, into which `share` is to be loaded."""
+        part = slice(slot, slot + num)
         return ExpertWeights(
             w_gate_up_EDF2=self.w_gate_up_EDF2[part],
             w_down_EFD=self.w_down_EFD[part],
@@ -87,7 +87,7 @@ class ExpertWeights:
 
     @property
     def loaded(self) -> ExpertWeights:
-        """The places of `share`, without those that are empty at first."""
+        """The slots of `share`, without those that are empty at first."""
         return self.of(0, self.share.size, self.share)
 
     @property
@@ -95,10 +95,10 @@ class ExpertWeights:
         """Of one expert."""
         return sum(part.numel() for part in self.bytes_of(0))
 
-    def bytes_of(self, place: int) -> list[torch.Tensor]:
-        """The weights at a place as they lie in memory, uint8 views."""
-        weights = [self.w_gate_up_EDF2[place], self.w_down_EFD[place]]
-        weights += [bias[place] for bias in (self.b_gate_up_EF2, self.b_down_ED) if bias is not None]
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        """The weights at a slot as they lie in memory, uint8 views."""
+        weights = [self.w_gate_up_EDF2[slot], self.w_down_EFD[slot]]
+        weights += [bias[slot] for bias in (self.b_gate_up_EF2, self.b_down_ED) if bias is not None]
         return [(w if w.is_contiguous() else w.t()).view(-1).view(torch.uint8) for w in weights]
 
 
@@ -119,7 +119,7 @@ class RoutedExperts:
         scales_input: bool = False,
     ) -> None:
         self.weights = self._weights = weights
-        self.places = placement.experts.first_places(weights.num_experts)
+        self.slots = placement.experts.first_slots(weights.num_experts)
         """Of all ranks; replaced while no forward runs."""
         self._router = router
         self._gated = gated
@@ -187,7 +187,7 @@ class RoutedExperts:
         if self._scales_input:
             x_TD = x_TD.index_select(0, rows_P) * weights_NA.flatten()[:, None].to(x_TD.dtype)
             rows_P = torch.arange(len(rows_P), device=x_TD.device)
-        dispatched = self._dispatch.dispatch(x_TD, rows_P, expert_ids_NA.flatten(), self.places, num_picks)
+        dispatched = self._dispatch.dispatch(x_TD, rows_P, expert_ids_NA.flatten(), self.slots, num_picks)
         results_PD = self._dispatch.combine(dispatched, self._run_pairs(dispatched, tiles))
         return results_PD.view(num_rows, num_picks, x_TD.shape[1])
 
@@ -201,7 +201,7 @@ class RoutedExperts:
             if start == end:
                 continue
             pairs = pairs_by_expert_R[start:end]
-            # Padding places compute the first row once more; nobody reads them.
+            # Padding slots compute the first row once more; nobody reads them.
             rows = rows_R[pairs[:1]].repeat(tiles.padded(len(pairs)))
             rows[: len(pairs)] = rows_R[pairs]
             (result_RD,) = tiles.map(self._experts[index], (x_XD.index_select(0, rows),))

@@ -137,7 +137,7 @@ class BlobStore:
                 break
         else:
             message = (
-                f"slots and blobs put in the last {self.ttl_s:g} s hold the store's {self._max_blobs} places or"
+                f"slots and blobs put in the last {self.ttl_s:g} s hold the store's {self._max_blobs} entries or"
                 f" {self._max_bytes} bytes: retry later, or start the worker with more --blob-store-bytes"
             )
             details = {"retry_after_ms": "1000", "max": str(self._max_bytes)}

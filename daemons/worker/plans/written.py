@@ -1,4 +1,4 @@
-"""Places where a step writes KV, noted at its launch for the page records that it extends at its end."""
+"""Positions at which a step writes KV, noted at its launch for the page records that it extends at its end."""
 
 from __future__ import annotations
 

@@ -78,11 +78,11 @@ class SimulatedRunner(ModelRunner):
         size = self.page_size
         self.kv[target * size : target * size + num_tokens] = self.kv[source * size : source * size + num_tokens]
 
-    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
-        return self.kv[places].view(np.uint8)
+    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+        return self.kv[indexes].view(np.uint8)
 
-    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        self.kv[places] = data.view(np.uint64)
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self.kv[indexes] = data.view(np.uint64)
 
     def clear(self) -> None:
         self.kv.fill(_POISON)

@@ -3,7 +3,7 @@
 The rows of a segment are cut, by position, into units of Q consecutive rows; keys go in tiles of B from position 0 on.
 Every matmul has the shape [Q x group, head_dim] x [head_dim, B], batched over units and KV heads, for prefill and
 decode alike, and the softmax is accumulated tile by tile (online softmax: Milakov and Gimelshein 2018; as in
-FlashAttention-2, Dao 2023). A row's place in its unit is position % Q; a key tile that a row sees nothing of changes
+FlashAttention-2, Dao 2023). A row's index in its unit is position % Q; a key tile that a row sees nothing of changes
 none of its bits (the maximum stays, the correction factor is exp(0) = 1, the added terms are 0). What is left to vary
 is the number of units in a batched matmul, for which sizes are verified like any tile's (`tiles.py`).
 
@@ -78,7 +78,7 @@ class PagedTorchAttention(AttentionBackend):
         counts = agreeing_sizes(attend, rows, _UNIT_COUNTS)
         if len(counts) < len(_UNIT_COUNTS):
             _log.warning("attention_unit_counts_restricted", verified=counts, tried=_UNIT_COUNTS)
-        # A matmul of one unit is always of the same shape, and its rows' places are fixed by their positions.
+        # A matmul of one unit is always of the same shape, and its rows' indexes are fixed by their positions.
         return counts or (1,)
 
 
@@ -95,11 +95,11 @@ class _UnitGroup(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """unit_to_row [units x Q]: the row in each place of each unit (row 0 in places without one); row_to_place its
+    """unit_to_row [units x Q]: the row at each index of each unit (row 0 at indexes without one); row_to_index its
     inverse [rows with padding]."""
 
     unit_to_row: torch.Tensor
-    row_to_place: torch.Tensor
+    row_to_index: torch.Tensor
     groups: list[_UnitGroup]
 
 
@@ -143,7 +143,7 @@ class _PagedTorchStep(BatchAttention):
             # The tiles that are skipped depend on the batch, and a tile of which a row sees nothing turns -0 to 0.
             out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
-        out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, plan.row_to_place)
+        out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, plan.row_to_index)
         return out_THD.to(query_THD.dtype)
 
     def _attend_group(
@@ -203,7 +203,7 @@ class _OnlineSoftmax:
         self._max_NM1 = max_NM1
 
     def result(self, sinks_H: torch.Tensor | None) -> torch.Tensor:
-        """[N, M, D]. Places without a row may divide 0 by 0; nobody reads them."""
+        """[N, M, D]. Indexes without a row may divide 0 by 0; nobody reads them."""
         if sinks_H is None:
             return self._weighted_NMD / self._sum_NM1
         assert self._max_NM1 is not None
@@ -226,13 +226,13 @@ def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: 
     segment_U, first_U, row_U, end_U, num_tiles_U = (x[order] for x in (segment_U, first_U, row_U, end_U, num_tiles_U))
     cover = unit_tiles.cover(len(order))
     unit_to_row = np.zeros((sum(cover), query_tile), np.int64)
-    row_to_place = np.zeros(batch.num_rows, np.int64)
+    row_to_index = np.zeros(batch.num_rows, np.int64)
     starts_U = np.array([segment.start for segment in batch.segments])[segment_U]
     position_UQ = first_U[:, None] + np.arange(query_tile)
     has_row_UQ = (position_UQ >= starts_U[:, None]) & (position_UQ < end_U[:, None])
     rows_UQ = position_UQ - first_U[:, None] + row_U[:, None]
     unit_to_row[: len(order)][has_row_UQ] = rows_UQ[has_row_UQ]
-    row_to_place[rows_UQ[has_row_UQ]] = np.flatnonzero(has_row_UQ)
+    row_to_index[rows_UQ[has_row_UQ]] = np.flatnonzero(has_row_UQ)
     slots = [_padded_slots(segment.kv_slots, batch.zero_slot) for segment in batch.segments]
     groups, at = [], 0
     for size in cover:
@@ -252,11 +252,11 @@ def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: 
             )
         )
         at += size
-    return _Plan(torch.from_numpy(unit_to_row.reshape(-1)), torch.from_numpy(row_to_place), groups)
+    return _Plan(torch.from_numpy(unit_to_row.reshape(-1)), torch.from_numpy(row_to_index), groups)
 
 
 def _cut_into_units(batch: AttentionBatch, query_tile: int) -> tuple[SlotArray, SlotArray, SlotArray]:
-    """Per unit: its segment, the position of its first place, and the row that this place has or would have."""
+    """Per unit: its segment, the position of its first index, and the row that this index has or would have."""
     segments, firsts, rows = [], [], []
     row = 0
     for index, segment in enumerate(batch.segments):

@@ -9,7 +9,7 @@ Here the list is the page table of all slots as it lies on the device, [slots + 
 gathered, and pages that the table gains after planning are seen. starts[i] = slot * max_pages; since the next row does
 not begin where this one ends, last_lens[i] makes up the difference, negative or not. The last entry of `starts` is the
 end of the table, up to which a kernel may read page numbers (not pages). Rows of one slot after another would have
-length 0: padding rows, all of the dummy slot, start at different places of its part of the table, which holds the dummy
+length 0: padding rows, all of the dummy slot, start at different pages of its part of the table, which holds the dummy
 page everywhere.
 
 Lengths are exact: kernels compute a row's number of splits from its length again, and it must be what was planned.
@@ -58,7 +58,7 @@ class PagedRows:
         """
         rows = len(slots)
         assert 0 < rows <= self._max_rows, (rows, self._max_rows)
-        starts, last_lens = row_places(slots, lengths, self._table_shape, self._page_size, skipped_pages)
+        starts, last_lens = row_positions(slots, lengths, self._table_shape, self._page_size, skipped_pages)
         query_starts = _running_sum(query_lens)
         packed = self._pinned.take()[: 4 * (3 * rows + 2)].view(torch.int32)
         ints = packed.numpy()
@@ -81,7 +81,7 @@ class PagedRows:
         return len(self.lengths)
 
 
-def row_places(
+def row_positions(
     slots: IntArray,
     lengths: IntArray,
     table_shape: tuple[int, int],

@@ -3,7 +3,7 @@
     host     plan_decode(step n + 1) ..................... replay(n + 1)
     device   ... step n ... | copies of the plan | graph of step n + 1: decode x layers
 
-Plans and rows' places lie at addresses that depend on the number of rows alone, so a graph captured after one
+Plans and rows' positions lie at addresses that depend on the number of rows alone, so a graph captured after one
 `plan_decode` of B rows replays after any other of B rows. Nothing here waits for the device, but for a host four plans
 ahead of it.
 """

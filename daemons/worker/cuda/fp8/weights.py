@@ -28,7 +28,7 @@ Matrix = torch.Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMatrices:
-    """The projections of a layer: q, k, v are one, gate and up are one; None where experts are in the MLP's place."""
+    """The projections of a layer: q, k, v are one, gate and up are one; None where experts replace the MLP."""
 
     qkv: Matrix
     o: Matrix

@@ -19,7 +19,7 @@ from radixmesh.kernels.rope_kv import RopeAngles
 
 
 def head_order(head_dim: int, rope: RopeConfig | None) -> torch.Tensor | None:
-    """int64 [d]: which number of a head comes at each place; None where all stay at theirs."""
+    """int64 [d]: which number of a head comes at each index; None where all stay at theirs."""
     if rope is None or (not rope.is_interleaved and rope.rotary_dim in (None, head_dim)):
         return None
     rotary_dim = rope.rotary_dim or head_dim

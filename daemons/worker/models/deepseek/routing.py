@@ -49,7 +49,7 @@ def pick_biased(scores_TE: torch.Tensor, bias_E: torch.Tensor, config: RouterCon
 
 def _sigmoid(x_TE: torch.Tensor) -> torch.Tensor:
     # torch.sigmoid takes another path for the last elements of an array, which differs in the last bit now and then:
-    # a row's weights would depend on its place. exp has one path only; sums and quotients are exact.
+    # a row's weights would depend on its index. exp has one path only; sums and quotients are exact.
     return 1.0 / (1.0 + (-x_TE).exp())
 
 

@@ -75,7 +75,7 @@ class EncoderModel:
         self._layers = [_Layer(config, placement) for _ in range(config.num_layers)]
 
     def targets(self) -> TensorTargets:
-        """Places of a checkpoint's tensors. Its pooler and heads have none: embeddings have no use for them."""
+        """Targets of a checkpoint's tensors. Its pooler and heads have none: embeddings have no use for them."""
         tensors = {
             "embeddings.word_embeddings.weight": self._words_VD,
             "embeddings.position_embeddings.weight": self._positions_PD,
