@@ -14,12 +14,8 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_kernels import attention, gemm
-<<<<<<< HEAD
 from results_latents import latent_attention
-from results_models import fp8_pages, routed_experts, serving, shapes, small_models
-=======
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
->>>>>>> main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
