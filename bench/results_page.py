@@ -14,7 +14,7 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_kernels import attention, gemm
-from results_models import fp8_pages, routed_experts, serving, shapes, small_models
+from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
@@ -78,8 +78,7 @@ def page() -> str:
             routed_experts,
             fp8_pages,
             small_models,
-            shapes,
-            serving,
+            *(shapes, starts, serving),
         ),
         *(_numerics, _endurance, _notes),
     ]

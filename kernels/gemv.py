@@ -83,7 +83,7 @@ def weight_tiles(
 
 
 @triton.jit
-def _row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
+def row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr):
     """A vector [K] as CHUNKS tiles [1, BLOCK_K], float32: shaped so that they lie as the weight's tiles do."""
     features = tl.arange(0, BLOCK_K)[None, :]
     chunks = ()
@@ -97,7 +97,7 @@ def _row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.conste
 
 
 @triton.jit
-def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
+def row_scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
     """Inverse RMS of a row, [1] float32."""
     squares = x_chunks[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
@@ -106,7 +106,7 @@ def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
+def normed_chunks(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
     """RMSNorm of a row given its inverse RMS, rounded as `rms_norm` does."""
     dtype = x_chunks[0].dtype
     normed = ()
@@ -117,7 +117,7 @@ def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _dots(tiles, x_chunks, CHUNKS: tl.constexpr):
+def dots(tiles, x_chunks, CHUNKS: tl.constexpr):
     """float32 [BLOCK_N]: every row of the tiles times x."""
     terms = tiles[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
@@ -140,7 +140,7 @@ def _gemv_kernel(
         up_ptr = w_ptr + tl.cast(N, tl.int64) * K
         up_tiles = weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if HAS_NORM:
-        norm_chunks = _row_chunks(norm_ptr, K, BLOCK_K, CHUNKS)
+        norm_chunks = row_chunks(norm_ptr, K, BLOCK_K, CHUNKS)
     rows = first_row + tl.arange(0, BLOCK_N)
     mask = rows < N
     # Without a dependent launch this waits for nothing; it still keeps the compiler from moving loads of weights down
@@ -148,19 +148,19 @@ def _gemv_kernel(
     if HAS_GDC:
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
-        x_chunks = _row_chunks(x_ptr + m * K, K, BLOCK_K, CHUNKS)
+        x_chunks = row_chunks(x_ptr + m * K, K, BLOCK_K, CHUNKS)
         scale = 1.0
         if IS_NORMED:
-            scale = _scale(x_chunks, eps, K, CHUNKS)
+            scale = row_scale(x_chunks, eps, K, CHUNKS)
         if HAS_NORM:
-            x_chunks = _normed(x_chunks, norm_chunks, scale, CHUNKS)
+            x_chunks = normed_chunks(x_chunks, norm_chunks, scale, CHUNKS)
             scale = 1.0
         # Without a norm weight the inverse RMS is applied to the result.
-        result = _dots(tiles, x_chunks, CHUNKS) * scale
+        result = dots(tiles, x_chunks, CHUNKS) * scale
         dtype = x_ptr.dtype.element_ty
         if IS_GATED:
             gate = result.to(dtype).to(tl.float32)
-            up = (_dots(up_tiles, x_chunks, CHUNKS) * scale).to(dtype).to(tl.float32)
+            up = (dots(up_tiles, x_chunks, CHUNKS) * scale).to(dtype).to(tl.float32)
             result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
         if HAS_BIAS:
             result += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)

@@ -43,6 +43,7 @@ from radixmesh.kernels.attention.mla_decode import mla_decode, mla_decode_worksp
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import FP8, FP8_MAX, GROUP, QuantizedMatrix, QuantizedRows
 from radixmesh.kernels.mla_rows import LatentNorm
+from radixmesh.kernels.moe.experts_config import GroupedConfig
 from radixmesh.kernels.moe.fp8_grouped_gemm import (
     fp8_down,
     fp8_gate_up_silu,
@@ -50,7 +51,6 @@ from radixmesh.kernels.moe.fp8_grouped_gemm import (
     fp8_routed_experts_reference,
 )
 from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
-from radixmesh.kernels.moe.grouped_gemm import GroupedConfig
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import RouterRule, Routes
 from radixmesh.kernels.rope_kv import KvTarget, RopeAngles

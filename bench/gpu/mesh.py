@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,15 +65,17 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                     print((Path(folder) / f"{process}.log").read_text()[-3000:], file=sys.stderr)
                 raise
             after = (Path(folder) / "worker.log").read_text()[len(log) :]
+    start_log = [
+        short_line(json.loads(line)) for line in log.splitlines() if any(event in line for event in _START_EVENTS)
+    ]
     return {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
         "start_s": round(started, 2),
-        "start_log": [
-            short_line(json.loads(line)) for line in log.splitlines() if any(event in line for event in _START_EVENTS)
-        ],
+        "memory": memory_at_start(start_log),
+        "start_log": start_log,
         "late_compiles": [
             short_line(json.loads(line)) for line in after.splitlines() if "kernel_compiled_late" in line
         ],
@@ -161,6 +163,17 @@ async def device_steps(metrics: str) -> tuple[float, float]:
 def _get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=5.0) as answer:
         return str(answer.read().decode())
+
+
+def memory_at_start(start_log: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Bytes of the weights, and of the device that are in use before there are KV pages and graphs."""
+    fields = {"weights_loaded": ("bytes", "weights_bytes"), "memory_sized": ("used_bytes", "used_bytes")}
+    return {
+        name: line[field]
+        for line in start_log
+        for field, name in (fields.get(str(line["event"]), ("", "")),)
+        if field in line
+    }
 
 
 def short_line(fields: Mapping[str, object]) -> dict[str, object]:

@@ -26,11 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.graph_timing import micros
 
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import group_rows
 from radixmesh.kernels.moe.grouped_gemm import (
-    ExpertsConfig,
-    GroupedConfig,
-    default_config,
     down,
     gate_up_silu,
     routed_experts,
@@ -71,10 +69,10 @@ class _Layer:
         """Experts that are hit, on average."""
         return sum(len(routes.expert_ids_TA.unique()) for routes in self.routes) / self.num_turns
 
-    def whole(self, config: ExpertsConfig) -> Callable[[int], object]:
+    def whole(self, config: ExpertsConfig, *, use_pdl: bool = False) -> Callable[[int], object]:
         def run(turn: int) -> object:
-            routes = route(self.logits[turn], self.shape.rule)
-            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config)
+            routes = route(self.logits[turn], self.shape.rule, use_pdl=use_pdl)
+            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config, use_pdl=use_pdl)
 
         return run
 
@@ -159,6 +157,7 @@ def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
         "experts_hit": round(layer.num_hit(), 1),
         "default": {"config": str(default), **layer.figures(micros(layer.whole(default), layer.num_turns))},
         "best": {"config": str(best), **layer.figures(micros(layer.whole(best), layer.num_turns))},
+        "default_pdl": layer.figures(micros(layer.whole(default, use_pdl=True), layer.num_turns)),
         "parts_us": {name: round(us, 2) for name, us in parts.items()},
         "tried_us": tried,
     }

@@ -83,6 +83,10 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
     if state.expert_balancedness:
         placed = f" ({state.num_expert_placements} placements)" if state.num_expert_placements else ""
         parts.append(f"experts balanced {state.expert_balancedness:.2f}{placed}")
+    role = scheduler_pb2.SchedulerRole.Name(state.hello.role).removeprefix("SCHEDULER_ROLE_").lower()
+    if state.hello.role:
+        counts = f"{state.num_kv_handed_over} handed over" if role == "prefill" else f"{state.num_kv_arrived} arrived"
+        parts.append(f"{role}, KV {counts}, {state.num_kv_arriving} arriving, {state.num_kv_failed} failed")
     figures: dict[str, int | float | str] = {
         "kind": "scheduler",
         "group": group,
@@ -94,6 +98,11 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         "quarantined_pages": state.quarantined_pages,
         "expert_balancedness": round(state.expert_balancedness, 3),
         "expert_placements": state.num_expert_placements,
+        "role": role if state.hello.role else "both",
+        "kv_arrived": state.num_kv_arrived,
+        "kv_failed": state.num_kv_failed,
+        "kv_handed_over": state.num_kv_handed_over,
+        "kv_arriving": state.num_kv_arriving,
     }
     return _Answer(load.epoch, ", ".join(parts), figures)
 

@@ -22,8 +22,9 @@ import triton.language as tl
 
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import FP8, GROUP, QuantizedRows, quantize_rows_reference
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
-from radixmesh.kernels.moe.grouped_gemm import ExpertsConfig, GroupedConfig, combine
+from radixmesh.kernels.moe.grouped_gemm import combine
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts, num_blocks
 from radixmesh.kernels.moe.route import Routes
 

@@ -32,8 +32,11 @@ class ExpertTiles(NamedTuple):
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def _group_rows_kernel(
     ids_ptr, pairs_ptr, tile_experts_ptr, num_pairs, max_tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # A program per expert; each counts all pairs itself, which is less than a second launch for the steps of a decode.
     expert = tl.program_id(0)
     bins = tl.arange(0, BLOCK_E)
@@ -62,11 +65,11 @@ def _group_rows_kernel(
         tl.store(pairs_ptr + at + padding, num_pairs + padding * 0, mask=at + padding < end_tile * R)
 
 
-def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool = False) -> ExpertTiles:
     """Tiles of `tile_rows`, a power of two, for int32 ids in [0, num_experts), contiguous. Unused tiles hold anything.
 
     There are as many tiles as the least lucky choice of so many rows needs, whatever the ids are: a grid for them is
-    known to the host, and may be captured.
+    known to the host, and may be captured. `use_pdl` as in `rms_norm`.
     """
     num_rows, num_picks = expert_ids_TA.shape
     assert expert_ids_TA.dtype == torch.int32 and expert_ids_TA.is_contiguous(), expert_ids_TA.dtype
@@ -79,7 +82,8 @@ def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int) ->
         _group_rows_kernel[(num_experts,)](
             expert_ids_TA, pairs_NR, tile_experts_N, num_pairs, max_tiles, E=num_experts,
             BLOCK_E=triton.next_power_of_2(num_experts + 1), R=tile_rows,
-            BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128)), num_warps=4,
+            BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128)), PDL=use_pdl, num_warps=4,
+            launch_pdl=use_pdl,
         )  # fmt: skip
     return ExpertTiles(pairs_NR, tile_experts_N, num_picks)
 

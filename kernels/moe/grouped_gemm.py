@@ -9,43 +9,17 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
 from radixmesh.kernels.moe.route import Routes
 
 _COMBINE_BLOCK = 1024
-# Pairs of an expert up to which it is used, slots of a tile, and columns, depth, warps and stages of both GEMMs.
-_MEASURED = (
-    (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
-    (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
-    (64, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
-    (float("inf"), 128, (128, 64, 8, 3), (128, 64, 8, 3)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedConfig:
-    """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
-
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """tile_rows: slots of a tile, 16 or a larger power of two."""
-
-    tile_rows: int
-    gate_up: GroupedConfig
-    down: GroupedConfig
 
 
 class ExpertVariant(NamedTuple):
@@ -78,9 +52,12 @@ def _clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def _gate_up_kernel(
     x_ptr, w_ptr, bias_ptr, weights_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride,
     bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
@@ -121,13 +98,17 @@ def _gate_up_kernel(
 def _down_kernel(
     h_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, bias_stride, D,
     K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
         slots = tl.arange(0, R)
         pairs = tl.load(pairs_ptr + tile * R + slots)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + slots)[:, None] * K + depth[None, :]
@@ -148,8 +129,11 @@ def _down_kernel(
 @triton.jit
 def _combine_kernel(
     results_ptr, weights_ptr, residual_ptr, out_ptr, D, A: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -172,12 +156,13 @@ def routed_experts(
     out: torch.Tensor | None = None,
     config: ExpertsConfig | None = None,
     variant: ExpertVariant = SWIGLU,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
-    down and at the end. `config` overrides the one for so many rows.
+    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -187,13 +172,14 @@ def routed_experts(
     if num_rows == 0:
         return out
     config = config or default_config(num_rows * num_picks, num_experts, x_TD.element_size())
-    tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
+    tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows, use_pdl=use_pdl)
     scales_TA, weights_TA = None, routes.weights_TA
     if variant.scales_input:
         scales_TA, weights_TA = weights_TA, torch.ones_like(weights_TA)
-    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up, variant, scales_TA)
-    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down, variant.b_down_ED)
-    combine(results, weights_TA, residual_TD, out)
+    num_pairs = num_rows * num_picks
+    gated = gate_up_silu(x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl)
+    results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
+    combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
     return out
 
 
@@ -205,6 +191,8 @@ def gate_up_silu(
     config: GroupedConfig,
     variant: ExpertVariant = SWIGLU,
     scales_TA: torch.Tensor | None = None,
+    *,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """silu(gate) x up of each pair's row by its expert, [N, R, F], or as the variant says; slots without a pair hold
     anything. scales_TA: float32, what each pair's row is multiplied by before."""
@@ -216,8 +204,8 @@ def gate_up_silu(
         x_TD, w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N,
         num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F), mlp, A=tiles.num_picks,
         K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(x_TD),
-        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, PDL=use_pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return gated_NRF
 
@@ -229,6 +217,8 @@ def down(
     w_down_EDF: torch.Tensor,
     config: GroupedConfig,
     b_down_ED: torch.Tensor | None = None,
+    *,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """The down projection of `gate_up_silu`'s result, [pairs, D], not weighted, in the order of the pairs."""
     num_tiles, tile_rows, mlp = gated_NRF.shape
@@ -237,20 +227,26 @@ def down(
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
         gated_NRF, w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
         w_down_EDF.stride(0), _stride(b_down_ED), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns,
-        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), PDL=use_pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return results_PD
 
 
 def combine(
-    results_PD: torch.Tensor, weights_TA: torch.Tensor, residual_TD: torch.Tensor | None, out_TD: torch.Tensor
+    results_PD: torch.Tensor,
+    weights_TA: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    *,
+    use_pdl: bool = False,
 ) -> None:
     """out = residual + the weighted sum of each row's picks, in their order; `out` may be the residual."""
     num_rows, hidden = out_TD.shape
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
         results_PD, weights_TA, results_PD if residual_TD is None else residual_TD, out_TD, hidden,
         A=weights_TA.shape[1], BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)),
-        HAS_RESIDUAL=residual_TD is not None, num_warps=4,
+        HAS_RESIDUAL=residual_TD is not None, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -286,21 +282,6 @@ def routed_experts_reference(
             result_TD += variant.b_down_ED[expert].float()
         total_TD += is_picked_T1 * result_TD
     return total_TD.to(x_TD.dtype)
-
-
-def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> ExpertsConfig:
-    """By the pairs that an expert gets on average: weights are read once a tile, empty slots cost arithmetic alone.
-
-    Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite in bf16; blocks of float32 have half the
-    depth, since shared memory holds as many bytes.
-    """
-    average = num_pairs / num_experts
-    _, tile_rows, gate_up_block, down_block = next(row for row in _MEASURED if average <= row[0])
-    gate_up, down_ = (
-        GroupedConfig(columns, depth * 2 // itemsize, num_warps, num_stages)
-        for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
-    )
-    return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
 
 
 def _stride(bias_EN: torch.Tensor | None) -> int:

@@ -73,11 +73,14 @@ def _open_experts(
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, weight_scale, E: tl.constexpr, A: tl.constexpr,
     G: tl.constexpr, PICKED: tl.constexpr, BEST: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     mask = experts < E
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     logits = tl.load(logits_ptr + row * stride + experts, mask=mask, other=float("-inf")).to(tl.float32)
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -110,10 +113,13 @@ def _route_kernel(
     tl.store(weights_ptr + row * A + picks, weights * weight_scale, mask=picks < A)
 
 
-def route(logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
+def route(
+    logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None, *, use_pdl: bool = False
+) -> Routes:
     """Experts of each row and their weights. logits: experts contiguous; float32 inside, whatever their dtype.
 
     bias float32 [E]: added to the scores for the choice alone; weights stay without it. Equal scores: the lower id.
+    `use_pdl` as in `rms_norm`.
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.stride(1) == 1 and 1 <= rule.num_picks <= min(num_experts, _MAX_PICKS), (logits_TE.shape, rule)
@@ -130,7 +136,8 @@ def route(logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None
             E=num_experts, A=rule.num_picks, G=rule.num_groups, PICKED=rule.num_picked_groups, BEST=rule.group_best,
             IS_SIGMOID=rule.is_sigmoid, IS_NORMALISED=rule.is_normalised, HAS_BIAS=bias_E is not None,
             BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_A=triton.next_power_of_2(rule.num_picks),
-            BLOCK_G=triton.next_power_of_2(rule.num_groups), num_warps=1 if num_experts <= 128 else 2,
+            BLOCK_G=triton.next_power_of_2(rule.num_groups), PDL=use_pdl, num_warps=1 if num_experts <= 128 else 2,
+            launch_pdl=use_pdl,
         )  # fmt: skip
     return routes
 

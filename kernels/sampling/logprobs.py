@@ -84,7 +84,7 @@ def _survey_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits", "ring_stride", "row_stride", "tokens_stride"])
-def _finish_kernel(
+def _finish_logprobs_kernel(
     logits_ptr, row_slots_ptr, num_top_ptr, tokens_ptr, ring_index_ptr, highest_ptr, weights_ptr, best_ptr, ring_ptr, V,
     stride, num_splits, ring_stride, row_stride, tokens_stride, MAX_SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def token_logprobs(
         logits_TV.stride(0), num_blocks, V=vocab_size, BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, WIDTH=scratch.width,
         num_warps=4,
     )  # fmt: skip
-    _finish_kernel[(num_rows,)](
+    _finish_logprobs_kernel[(num_rows,)](
         logits_TV, row_slots_T, num_top_S, tokens_RT, ring_index_1, scratch.highest_TS, scratch.weights_TS,
         scratch.best_TSK, ring_RTL, vocab_size, logits_TV.stride(0), splits, ring_RTL.stride(0), ring_RTL.stride(1),
         tokens_RT.stride(0), MAX_SPLITS=_MAX_SPLITS, WIDTH=scratch.width, num_warps=4,

@@ -8,6 +8,8 @@ from support.rounding import typical_chain_error
 
 from radixmesh.kernels.moe.grouped_gemm import routed_experts, routed_experts_reference
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+from radixmesh.kernels.moe.router_logits import router_logits
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, row_experts, row_experts_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +62,64 @@ def test_a_rows_bits_depend_on_itself_alone_in_one_configuration() -> None:
     for row in (0, 33, 63):
         own = slice(row, row + 1)
         assert torch.equal(routed_experts(x_TD[own], route(logits_TE[own], rule), w_gate_up, w_down), together[own])
+
+
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_one_row_in_few_launches_is_torchs(shape: str, dtype: torch.dtype, use_pdl: bool) -> None:
+    """From the residual to the residual, several times in a graph: no launch reads what the one ahead still writes."""
+    hidden, mlp, num_experts, rule = _SHAPES[shape]
+    experts = (
+        _random(num_experts, 2 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5),
+        _random(num_experts, hidden, mlp, dtype=dtype).mul_(mlp**-0.5),
+    )
+    shared = SharedWeights(
+        _random(4 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5),
+        _random(hidden, 2 * mlp, dtype=dtype).mul_(mlp**-0.5),
+    )
+    norm, w_router = (
+        RowNorm(_random(hidden, dtype=dtype).abs_(), 1e-6),
+        _random(num_experts, hidden, dtype=torch.float32),
+    )
+    w_router *= 4 * hidden**-0.5
+
+    def run(residual_TD: torch.Tensor) -> Routes:
+        routes = route(router_logits(residual_TD, w_router, *norm, use_pdl=use_pdl), rule, use_pdl=use_pdl)
+        row_experts(
+            residual_TD, routes, *experts, norm=norm, shared=shared, residual_TD=residual_TD, out=residual_TD,
+            use_pdl=use_pdl,
+        )  # fmt: skip
+        return routes
+
+    start_TD = _random(1, hidden, dtype=dtype)
+    residual_TD, graph, stream = start_TD.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    run(residual_TD)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        residual_TD.copy_(start_TD)
+        all_routes = [run(residual_TD) for _ in range(6)]
+    want_TD = start_TD.clone()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for routes in all_routes:
+        # The graph's own choices: near equal scores may be told apart otherwise behind other roundings.
+        want_TD = row_experts_reference(
+            want_TD, routes, *experts, norm=norm, shared=shared, residual_TD=want_TD.clone()
+        )
+    error = (residual_TD.float() - want_TD.float()).norm() / want_TD.float().norm()
+    assert error < 6 * typical_chain_error(4, dtype) + 1e-5, error
+
+
+@pytest.mark.parametrize("num_experts", [64, 128, 256])
+def test_router_logits_are_those_of_float32(num_experts: int) -> None:
+    w_ED = _random(num_experts, 2048, dtype=torch.float32) * 2048**-0.5
+    for num_rows in (1, 9, 256, 2048):
+        x_TD = _random(num_rows, 2048, dtype=torch.bfloat16)
+        want = x_TD.double() @ w_ED.double().t()
+        # Tensor cores cut sums off, where they do not round.
+        assert float((router_logits(x_TD, w_ED, use_pdl=True) - want).abs().max()) < 1e-4, num_rows
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

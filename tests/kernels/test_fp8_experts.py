@@ -11,12 +11,13 @@ from support.fp8_experts import random_experts
 from support.rounding import typical_chain_error
 
 from radixmesh.kernels.fp8.quantized import FP8, GROUP
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.fp8_grouped_gemm import (
     default_fp8_config,
     fp8_routed_experts,
     fp8_routed_experts_reference,
 )
-from radixmesh.kernels.moe.grouped_gemm import ExpertsConfig, GroupedConfig, routed_experts_reference
+from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 

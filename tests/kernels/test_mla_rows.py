@@ -80,10 +80,27 @@ def test_no_rows_are_no_work() -> None:
     assert router_logits(torch.zeros(0, 8), torch.zeros(3, 8)).shape == (0, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_router_logits_are_float32(dtype: torch.dtype, device: torch.device) -> None:
-    x_TD, w_ED = torch.randn(5, 100, device=device).to(dtype), torch.randn(7, 100, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(5, 7), (9, 7), (40, 20), (1030, 40)])
+def test_router_logits_are_float32(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One row a program, and tiles of both sizes."""
+    x_TD, w_ED = torch.randn(num_rows, 150, device=device).to(dtype), torch.randn(num_experts, 150, device=device)
     got, want = router_logits(x_TD, w_ED), router_logits_reference(x_TD, w_ED)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, want, rtol=0, atol=sum_tolerance(100, float(want.abs().max()) + 10))
-    assert torch.equal(router_logits(x_TD[2:3], w_ED)[0], got[2])
+    # Weights of 22 bits beside numbers of 16.
+    tolerance = sum_tolerance(150, float(want.abs().max()) + 10)
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+    if num_rows <= 40:
+        assert torch.equal(router_logits(x_TD[2:3], w_ED, is_deterministic=True)[0], _fixed(x_TD, w_ED)[2])
+
+
+def _fixed(x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
+    return router_logits(x_TD, w_ED, is_deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_router_logits_of_few_rows_may_include_the_norm(dtype: torch.dtype, device: torch.device) -> None:
+    x_TD, w_ED = torch.randn(3, 100, device=device).to(dtype), torch.randn(7, 100, device=device)
+    norm_D = torch.rand(100, device=device).to(dtype)
+    got, want = router_logits(x_TD, w_ED, norm_D, 1e-6), router_logits_reference(x_TD, w_ED, norm_D, 1e-6)
+    torch.testing.assert_close(got, want, **kernel_tolerance(dtype, 100, float(want.abs().max())))

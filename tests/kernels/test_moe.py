@@ -10,15 +10,15 @@ from support.rounding import kernel_tolerance, typical_chain_error
 from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMethod
 from radixmesh.daemons.worker.models.deepseek.routing import pick_biased, pick_highest
 from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
 from radixmesh.kernels.moe.grouped_gemm import (
-    ExpertsConfig,
     ExpertVariant,
-    GroupedConfig,
     routed_experts,
     routed_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, row_experts, row_experts_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_moe.py is for the GPU")
 
@@ -132,6 +132,29 @@ def test_experts_compute_what_torch_does(
     assert residual_TD is None or got.data_ptr() == residual_TD.data_ptr()
     # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
     error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden", "mlp"), [(1, 64, 32), (2, 1100, 48), (1, 64, 1100)])
+@pytest.mark.parametrize("num_parts", [0, 1, 2])
+def test_experts_of_few_rows_compute_what_torch_does(
+    num_rows: int, hidden: int, mlp: int, num_parts: int, dtype: torch.dtype
+) -> None:
+    """Widths that fill no block; behind a norm; with an MLP beside the experts, or none."""
+    x_TD, routes, w_gate_up, w_down = _operands(num_rows, 5, 3, hidden, mlp, dtype)
+    norm, shared, wide = RowNorm(torch.rand(hidden).to(dtype), 1e-6), None, num_parts * mlp
+    if num_parts:
+        w_shared = torch.randn(2 * wide, hidden) * hidden**-0.5, torch.randn(hidden, wide) * mlp**-0.5
+        shared = SharedWeights(*(w.to(dtype) for w in w_shared))
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
+    experts = (x_TD, routes, w_gate_up, w_down)
+    want = row_experts_reference(*experts)
+    assert float((row_experts(*experts).float() - want.float()).norm() / want.float().norm()) < error
+    # All at once, and in place.
+    want = row_experts_reference(*experts, norm=norm, shared=shared, residual_TD=x_TD.clone())
+    got = row_experts(*experts, norm=norm, shared=shared, residual_TD=x_TD, out=x_TD)
+    assert got.data_ptr() == x_TD.data_ptr()
     assert float((got.float() - want.float()).norm() / want.float().norm()) < error
 
 

@@ -79,6 +79,8 @@ async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fi
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
+    elif backend == "cuda":
+        values = {"backend": Backend.CUDA, "model": MODEL, "dtype": "float32"}
     values |= {"num_slots": 4, "max_total_len": 96, "transfer_staging_bytes": 1 << 20}
     async with AsyncExitStack() as stack:
         workers, schedulers, clients = [], [], []

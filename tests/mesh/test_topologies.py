@@ -14,7 +14,7 @@ from radixmesh.daemons.cluster.compose.compose import ComposeFile
 from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 
-TOPOLOGIES = ("local", "gpu", "scale", "simulated", "tp2", "dp-ep")
+TOPOLOGIES = ("local", "gpu", "scale", "simulated", "tp2", "dp-ep", "pd")
 
 
 def topology(name: str) -> ComposeFile:

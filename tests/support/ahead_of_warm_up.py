@@ -1,6 +1,7 @@
 """Kernels that a start compiles ahead of its warm-up, for an H200, on a machine that has none. Nothing is launched.
 
-Run as a program without TRITON_INTERPRET: prints JSON, the number of kernels of a first pass and of a second one.
+Run as a program without TRITON_INTERPRET: prints JSON, the number of kernels of a first pass and of a second one, and
+how many of them were made ready for their first launch.
 Memory that no kernel wrote is filled with the largest numbers: one that was used as an index would end the program.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +24,14 @@ from support.replaying_device import ReplayingDevice
 
 
 def main() -> None:
+    launchers: list[str] = []
     triton.runtime.driver.set_active(
         SimpleNamespace(
+            launcher_cls=lambda source, metadata: launchers.append(threading.current_thread().name),
+            utils=SimpleNamespace(
+                get_device_properties=lambda device: {"max_shared_mem": 232_448},
+                load_binary=lambda *binary: (object(), object(), 0, 0, 1024),
+            ),
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
             get_current_device=lambda: 0,
             get_current_stream=lambda device: 0,
@@ -51,7 +59,8 @@ def main() -> None:
         assert all(kernel.exception() is None for kernel in kernels), kernels
         found.append(len(kernels))
     assert compile_ahead.can_compile_ahead()
-    print(json.dumps(found))
+    assert all(name.startswith("compile") for name in launchers), launchers
+    print(json.dumps([*found, len(launchers)]))
 
 
 if __name__ == "__main__":

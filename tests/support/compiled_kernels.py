@@ -173,16 +173,35 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
     """Routed experts of steps of so many rows, from the router on."""
-    from radixmesh.kernels.moe import grouped_gemm, route, router_logits
+    from radixmesh.kernels.moe import grouped_gemm, route, router_logits, row_experts
 
+    # As on Hopper.
+    row_experts.has_gdc = lambda device: True
     weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=dtype), torch.zeros(num_experts, hidden, mlp, dtype=dtype)
+    norm = row_experts.RowNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     groups = route.RouterRule(num_picks=2, is_sigmoid=True, num_groups=4, num_picked_groups=2, group_best=2)
     for num_rows in rows:
-        x_TD = torch.zeros(num_rows, hidden, dtype=dtype)
-        logits_TE = router_logits.router_logits(x_TD, torch.zeros(num_experts, hidden), use_pdl=True)
-        route.route(logits_TE, groups, torch.zeros(num_experts))
+        x_TD, w_router_ED = torch.zeros(num_rows, hidden, dtype=dtype), torch.zeros(num_experts, hidden)
+        logits_TE = router_logits.router_logits(x_TD, w_router_ED, use_pdl=True)
+        route.route(logits_TE, groups, torch.zeros(num_experts), use_pdl=True)
         routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
-        grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
+        grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, use_pdl=True)
+        if num_rows > 1:
+            continue
+        router_logits.router_logits(x_TD, w_router_ED, *norm, use_pdl=True)
+        for num_parts in (0, 1, 2):
+            wide = num_parts * mlp
+            shared = torch.zeros(2 * wide, hidden, dtype=dtype), torch.zeros(hidden, wide, dtype=dtype)
+            row_experts.row_experts(
+                x_TD,
+                routes,
+                *weights,
+                norm=norm,
+                shared=row_experts.SharedWeights(*shared) if wide else None,
+                residual_TD=x_TD,
+                out=x_TD,
+                use_pdl=True,
+            )
 
 
 def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:

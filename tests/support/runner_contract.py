@@ -84,6 +84,28 @@ class ModelRunnerContract:
         driver.finish(6)
         assert driver.tokens[0][:6] == driver.tokens[1][:6] == expected
 
+    def test_kv_that_was_read_and_written_goes_on_like_its_source(self, runner: ModelRunner) -> None:
+        if not runner.kv_token_bytes:
+            pytest.skip("it takes no part in transfers")
+        expected = generate(runner, 6)
+        runner.clear()
+        driver = PlanDriver(runner, lag=0)
+        driver.add(0, PROMPT, GREEDY, chunk_len=64, num_out=8, pages=pages(9, 1, 2, 3, 4), min_tokens=0)
+        driver.executor.finish_all()
+        places = np.concatenate([np.arange(4, dtype=np.int32) + 4 * page for page in (9, 1)])
+        whole = runner.read_kv(places)
+        assert whole.dtype == np.uint8 and len(whole) == len(places) * runner.kv_token_bytes
+        parts = [runner.read_kv(places[:5]), runner.read_kv(places[5:])]
+        runner.clear()
+        for part, at in zip(parts, (places[:5], places[5:]), strict=True):
+            runner.write_kv(at, part)
+        assert (runner.read_kv(places) == whole).all()
+        driver.add(
+            0, PROMPT, GREEDY, chunk_len=64, num_out=8, cached=pages(9, 1), pages=pages(33, 34, 35), min_tokens=0
+        )
+        driver.finish(6)
+        assert driver.tokens[0][:6] == expected
+
     def test_suppressed_ids_are_never_sampled(self, runner: ModelRunner) -> None:
         usual = generate(runner, 4)
         tokens = generate(runner, 6, min_tokens=4, suppressed=usual)

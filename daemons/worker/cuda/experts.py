@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, fits_row_experts
 
 
 class Experts(ABC):
@@ -35,6 +36,35 @@ class PlainExperts(Experts):
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
+
+
+class RowExperts:
+    """Experts of a layer, and an MLP beside them, for steps of up to ops.max_fused_rows rows: behind the norm, and in
+    two launches."""
+
+    def __init__(
+        self, ops: Ops, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, shared: SharedWeights | None
+    ) -> None:
+        self._ops, self._w_gate_up_E2FD, self._w_down_EDF, self._shared = ops, w_gate_up_E2FD, w_down_EDF, shared
+
+    @classmethod
+    def create(
+        cls,
+        ops: Ops,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+        variant: ExpertVariant = SWIGLU,
+        shared: SharedWeights | None = None,
+    ) -> RowExperts | None:
+        """None where no kernel computes such experts."""
+        has_bias = variant.b_gate_up_E2F is not None or variant.b_down_ED is not None
+        if has_bias or variant.swiglu_limit is not None or variant.scales_input:
+            return None
+        return cls(ops, w_gate_up_E2FD, w_down_EDF, shared) if fits_row_experts(w_down_EDF, shared) else None
+
+    def add_to(self, residual_TD: torch.Tensor, norm: RowNorm, routes: Routes) -> None:
+        """Adds what is made of RMSNorm(residual) to the residual in place."""
+        self._ops.add_row_experts(residual_TD, norm, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._shared)
 
 
 class Fp8Experts(Experts):

@@ -19,15 +19,16 @@ from radixmesh.kernels.mla_rows import (
     mla_rows,
     mla_rows_reference,
 )
+from radixmesh.kernels.moe.experts_config import default_config
 from radixmesh.kernels.moe.grouped_gemm import (
     SWIGLU,
     ExpertVariant,
-    default_config,
     routed_experts,
     routed_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
 from radixmesh.kernels.moe.router_logits import router_logits, router_logits_reference
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, row_experts
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import (
     HeadNorms,
@@ -39,7 +40,7 @@ from radixmesh.kernels.rope_kv import (
 )
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
-# Rows up to which the project's kernels by head and by expert are taken; libraries compute more of them. Not measured.
+# Rows up to which the project's kernels by head are taken; libraries compute more of them. Not measured.
 _FEW_ROWS = 32
 
 
@@ -108,9 +109,9 @@ class Ops(ABC):
         """out[t, h] = w[h] @ x[t, h], [T, H, N]."""
         return head_gemm_reference(x_THK, w_HNK, out)
 
-    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
-        """x @ w^T in float32, [T, E]."""
-        return router_logits_reference(x_TD, w_ED)
+    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor, norm: RowNorm | None = None) -> torch.Tensor:
+        """x @ w^T in float32, [T, E]; of RMSNorm(x) with a norm, for up to max_fused_rows rows."""
+        return router_logits_reference(x_TD, w_ED, *(norm or ()))
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
         """The experts that rows pick, and their weights; the bias counts for the choice alone."""
@@ -128,6 +129,18 @@ class Ops(ABC):
         """Adds the weighted sum of what each row's experts make of x to the residual in place."""
         residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant))
         self.gemm.changed()
+
+    def add_row_experts(
+        self,
+        residual_TD: torch.Tensor,
+        norm: RowNorm,
+        routes: Routes,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+        shared: SharedWeights | None,
+    ) -> None:
+        """Adds what the experts of RMSNorm(residual), and a shared MLP, make of it, for up to max_fused_rows rows."""
+        raise AssertionError("no fused experts here")
 
     def linear_fused(
         self,
@@ -220,13 +233,12 @@ class TritonOps(Ops):
             return head_gemm(x_THK, w_HNK, out, use_pdl=self._use_pdl)
         return head_gemm_reference(x_THK, w_HNK, out)
 
-    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
-        if len(x_TD) <= _FEW_ROWS or self._is_deterministic:
-            return router_logits(x_TD, w_ED, use_pdl=self._use_pdl)
-        return router_logits_reference(x_TD, w_ED)
+    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor, norm: RowNorm | None = None) -> torch.Tensor:
+        is_deterministic = self._is_deterministic
+        return router_logits(x_TD, w_ED, *(norm or ()), use_pdl=self._use_pdl, is_deterministic=is_deterministic)
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
-        return route(logits_TE, rule, bias_E)
+        return route(logits_TE, rule, bias_E, use_pdl=self._use_pdl)
 
     def add_experts(
         self,
@@ -246,6 +258,29 @@ class TritonOps(Ops):
             out=residual_TD,
             config=self._experts_config,
             variant=variant,
+            use_pdl=self._use_pdl and len(x_TD) > 1,
+        )
+        self.gemm.changed()
+
+    def add_row_experts(
+        self,
+        residual_TD: torch.Tensor,
+        norm: RowNorm,
+        routes: Routes,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+        shared: SharedWeights | None,
+    ) -> None:
+        row_experts(
+            residual_TD,
+            routes,
+            w_gate_up_E2FD,
+            w_down_EDF,
+            norm=norm,
+            shared=shared,
+            residual_TD=residual_TD,
+            out=residual_TD,
+            use_pdl=self._use_pdl,
         )
         self.gemm.changed()
 

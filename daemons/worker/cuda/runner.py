@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
@@ -94,6 +95,7 @@ class DeviceRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
+        self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
         self.tasks = model.tasks
@@ -274,6 +276,20 @@ class DeviceRunner(ModelRunner):
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def read_kv(self, places: IntArray) -> npt.NDArray[np.uint8]:
+        # Behind the steps that were launched: the copy to the host waits for them, and for itself.
+        with self.device.in_order():
+            tokens = torch.from_numpy(places.astype(np.int64)).to(self.device.torch_device)
+            return self.pool.read_tokens(tokens).cpu().numpy()
+
+    @torch.inference_mode()
+    def write_kv(self, places: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        # From memory that is not pinned the copy to the device returns when the source may change.
+        with self.device.in_order():
+            tokens = torch.from_numpy(places.astype(np.int64)).to(self.device.torch_device)
+            self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
-from radixmesh.daemons.worker.cuda.experts import PlainExperts
+from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
@@ -56,6 +56,7 @@ from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.kernels.moe.row_experts import SharedWeights
 from radixmesh.kernels.rope_kv import HeadShape, KvTarget, RopeAngles
 
 
@@ -308,28 +309,29 @@ def _create_routed_mlp(
     config: DecoderConfig, norm_D: torch.Tensor, weights: RoutedWeights, kernels: Kernels
 ) -> RoutedMlp:
     assert config.experts is not None
-    shared = None
+    shared, gate, shared_weights = None, weights.w_shared_gate_D1, None
     if weights.shared is not None:
-        gate = weights.w_shared_gate_D1
+        shared_weights = SharedWeights(weights.shared.w_gate_up_DF2.t(), weights.shared.w_down_FD.t())
         shared = SharedExpert(
-            gate_up=create_linear(kernels, weights.shared.w_gate_up_DF2.t(), None),
-            down=create_linear(kernels, weights.shared.w_down_FD.t(), None),
+            gate_up=create_linear(kernels, shared_weights.w_gate_up, None),
+            down=create_linear(kernels, shared_weights.w_down, None),
             w_gate_1D=None if gate is None else gate.t(),
         )
+    experts = (
+        weights.experts.w_gate_up_EDF2.transpose(1, 2),
+        weights.experts.w_down_EFD.transpose(1, 2),
+        variant_of(config.experts, weights.experts),
+    )
     return RoutedMlp(
         norm_D=norm_D,
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=rule_of(config.experts),
-        experts=PlainExperts(
-            kernels.plain,
-            weights.experts.w_gate_up_EDF2.transpose(1, 2),
-            weights.experts.w_down_EFD.transpose(1, 2),
-            variant_of(config.experts, weights.experts),
-        ),
+        experts=PlainExperts(kernels.plain, *experts),
         shared=shared,
         ops=kernels.plain,
         b_logits_E=weights.b_router_E,
+        row_experts=RowExperts.create(kernels.plain, *experts, shared_weights) if gate is None else None,
     )
 
 

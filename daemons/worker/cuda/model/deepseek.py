@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.experts import RowExperts
 from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices, QuantizedDeepseek
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
@@ -34,7 +35,9 @@ from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, Late
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.kernels.mla_rows import LatentNorm
+from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import RouterRule
+from radixmesh.kernels.moe.row_experts import SharedWeights
 from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
 
@@ -184,7 +187,21 @@ def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: Deepseek
         shared=shared,
         ops=kernels.plain,
         b_router_E=weights.b_router_E,
+        row_experts=_create_row_experts(matrices, kernels),
     )
+
+
+def _create_row_experts(matrices: DeepseekMatrices, kernels: Kernels) -> RowExperts | None:
+    """None where weights are FP8."""
+    experts, gate_up, down = matrices.experts, matrices.gate_up, matrices.down
+    if experts is None or isinstance(experts, QuantizedExperts):
+        return None
+    shared = None
+    if gate_up is not None and down is not None:
+        if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+            return None
+        shared = SharedWeights(gate_up, down)
+    return RowExperts.create(kernels.plain, experts.w_gate_up_E2FD, experts.w_down_EDF, shared=shared)
 
 
 def _there(matrices: Iterable[Matrix | None]) -> tuple[Matrix, ...]:

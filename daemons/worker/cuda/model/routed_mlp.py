@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixmesh.daemons.worker.cuda.experts import Experts
+from radixmesh.daemons.worker.cuda.experts import Experts, RowExperts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, Expert
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.route import RouterRule
+from radixmesh.kernels.moe.row_experts import RowNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class RoutedMlp(Mlp):
     """A row's experts are picked, grouped and computed on the device: captured in graphs as any other part.
 
     w_router_ED: in float32 beside rows of another dtype the logits are float32. b_router_E: added for the choice alone.
-    b_logits_E: added to the logits.
+    b_logits_E: added to the logits. row_experts: experts, with the shared one, for steps of very few rows; None: such
+    steps are computed as others are.
     """
 
     norm_D: torch.Tensor
@@ -46,19 +48,37 @@ class RoutedMlp(Mlp):
     ops: Ops
     b_router_E: torch.Tensor | None = None
     b_logits_E: torch.Tensor | None = None
+    row_experts: RowExperts | None = None
 
     def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
         assert source_TD is None, "no family has experts beside its attention"
         ops, rows_TD = self.ops, residual.rows()
+        if self.row_experts is not None and len(rows_TD) <= ops.max_fused_rows:
+            self._run_rows(self.row_experts, rows_TD)
+            return
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        is_exact = self.w_router_ED.dtype != normed_TD.dtype
-        logits_TE = (ops.router_logits if is_exact else ops.linear)(normed_TD, self.w_router_ED)
+        logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
         if self.b_logits_E is not None:
             logits_TE += self.b_logits_E
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
         if self.shared is not None:
             self._add_shared(self.shared, residual, normed_TD)
         self.experts.add_to(rows_TD, normed_TD, routes)
+
+    def _run_rows(self, experts: RowExperts, rows_TD: torch.Tensor) -> None:
+        """The norm is part of each kernel that reads the rows."""
+        ops, norm = self.ops, RowNorm(self.norm_D, self.eps)
+        if self._is_exact:
+            logits_TE = ops.router_logits(rows_TD, self.w_router_ED, norm)
+        else:
+            logits_TE = ops.linear_fused(rows_TD, self.w_router_ED, norm_K=self.norm_D, eps=self.eps)
+        if self.b_logits_E is not None:
+            logits_TE += self.b_logits_E
+        experts.add_to(rows_TD, norm, ops.route(logits_TE, self.rule, self.b_router_E))
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.w_router_ED.dtype != self.norm_D.dtype
 
     def _add_shared(self, shared: SharedExpert, residual: Residual, normed_TD: torch.Tensor) -> None:
         gate_up = shared.gate_up.multiplied(normed_TD)

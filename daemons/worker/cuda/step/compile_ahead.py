@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -50,6 +51,32 @@ def compile_ahead(launch_all: Callable[[], None]) -> None:
     _log.info("kernels_compiled", kernels=len(kernels), seconds=round(time.monotonic() - started, 3))
 
 
+class _Compilers(ThreadPoolExecutor):
+    """Threads that hand out kernels ready to be launched, on the device of that index.
+
+    Triton leaves the rest to a kernel's first launch: a C compiler makes the function that launches it, which takes
+    0.2 s each, and the driver loads its code.
+    """
+
+    def __init__(self, device: int | None) -> None:
+        super().__init__(min(_MAX_THREADS, os.cpu_count() or 1), "compile")
+        self._device = device
+
+    def submit(self, fn: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        """fn: Triton's, compiles a kernel."""
+
+        def compile_whole() -> object:
+            kernel = fn()
+            # A failure comes again at the first launch, and is said there.
+            with suppress(Exception):
+                if self._device is not None:
+                    torch.cuda.set_device(self._device)
+                kernel._init_handles()
+            return kernel
+
+        return super().submit(compile_whole)
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[Sequence[object]]:
     """Triton kernels that are launched inside are compiled, each once, and not run: those so far. It ends when all are.
@@ -57,6 +84,7 @@ def compiling_ahead() -> Iterator[Sequence[object]]:
     One that does not compile is left to its first launch, which says why. One thread of a process may be inside.
     """
     run, compile_one = JITFunction.run, JITFunction._do_compile
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def only_compile(self: JITFunction[object], *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -70,7 +98,7 @@ def compiling_ahead() -> Iterator[Sequence[object]]:
     JITFunction.run, JITFunction._do_compile = only_compile, compile_once
     try:
         with (
-            ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "compile") as threads,
+            _Compilers(device) as threads,
             AsyncCompileMode(threads, ignore_errors=True) as mode,
         ):
             yield mode.raw_futures
