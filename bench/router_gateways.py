@@ -6,6 +6,7 @@ Four replicas: a scheduler and a simulated worker each (a step takes 35 ms, 0.25
 token; KV for a third of the prefixes). Ours is one router over all of them; a gateway of others stands before four
 routers with one replica each. Text prompts over HTTP, the same clients; caches are empty before each run. Figures of
 one call are comparable with each other, and not with those of another machine: the clients share its cores.
+`cpu_us_per_token` is the contestant's own CPU, `http_cpu_us_per_token` with that of the routers behind a gateway.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class Mesh:
             self._daemon("worker", *_WORKER, "--listen", self._socket(f"worker{i}"))
             self._daemon("scheduler", "--workers", self._socket(f"worker{i}"), "--listen", self._socket(f"sched{i}"))
         self._ports = [_free_port() for _ in range(_REPLICAS)]
-        for i, port in enumerate(self._ports):
-            self._router(port, f"single{i}", [f"sched{i}"], "round_robin")
+        self._singles = [
+            self._router(port, f"single{i}", [f"sched{i}"], "round_robin") for i, port in enumerate(self._ports)
+        ]
         for port in self._ports:
             self._wait_http(port)
 
@@ -104,22 +106,39 @@ class Mesh:
         try:
             self._wait_http(port)
             conversations, at_once, best = workload_of(workload, options.requests)
-            before = asyncio.run(self._states())
+            before, cpu_before = asyncio.run(self._states()), self._cpu_s(process.pid)
             outcome = asyncio.run(run_load("127.0.0.1", port, "tiny-llama", conversations, at_once))
             after = asyncio.run(self._states())
+            own_s, behind_s = (now - then for now, then in zip(self._cpu_s(process.pid), cpu_before, strict=True))
         finally:
             self._end(process)
             self._processes.remove(process)
         cached = [a.prompt_cached_tokens - b.prompt_cached_tokens for a, b in zip(after, before, strict=True)]
         computed = [a.prefilled_tokens - b.prefilled_tokens for a, b in zip(after, before, strict=True)]
         total = [c + p for c, p in zip(cached, computed, strict=True)]
+        summary = outcome.summary()
+        tokens = max(1.0, float(summary["tok_s"]) * float(summary["seconds"]))
         return {
-            **outcome.summary(),
+            **summary,
+            "cpu_us_per_token": round(1e6 * own_s / tokens),
+            "http_cpu_us_per_token": round(1e6 * (own_s + behind_s * (not name.startswith("ours "))) / tokens),
             "hit_rate": round(sum(cached) / max(1, sum(total)), 3),
             "best_hit_rate": best,
             "prompt_tokens_max_to_mean": round(max(total) * len(total) / max(1, sum(total)), 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
+
+    def _cpu_s(self, leader: int) -> tuple[float, float]:
+        """CPU seconds that a contestant's session of processes has taken, and the single-replica routers."""
+        singles = {process.pid for process in self._singles}
+        own = behind = 0.0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rsplit(")", 1)[1].split()
+                seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                own += seconds * (int(fields[3]) == leader)
+                behind += seconds * (int(fields[3]) in singles)
+        return own, behind
 
     def _contestant(self, name: str, port: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         if name.startswith("ours "):

@@ -7,7 +7,8 @@ turn meet the same neighbours.
 
     python bench/router_http_cpu.py                            # this tree
     python bench/router_http_cpu.py --trees ../before . --rounds 3
-    --workload groups: 384 prompts of 24 groups, 24 tokens each; long: 64 streams of 400 tokens behind short prompts
+    --workload groups: 384 prompts of 24 groups, 24 tokens each; long: 64 streams of 400 tokens behind short prompts;
+        groups_one, short: a token each behind long and short prompts; brief: 24 tokens each behind short ones
     --profile FILE: cProfile of the router (its figures then count for nothing)
 """
 
@@ -34,6 +35,8 @@ NUM_REPLICAS = 4
 # name -> (prompts, tokens of each answer, streams at once)
 WORKLOADS: dict[str, tuple[Callable[[], list[str]], int, int]] = {
     "groups": (lambda: group_prompts(384, 24, 3600), 24, 48),
+    "groups_one": (lambda: group_prompts(384, 24, 3600), 1, 48),
+    "brief": (lambda: group_prompts(384, 24, 600), 24, 48),
     "short": (lambda: group_prompts(1500, 24, 600), 1, 48),
     "long": (lambda: group_prompts(64, 64, 60), 400, 64),
 }
