@@ -200,8 +200,14 @@ class SchedulerLoop:
     async def _drive(self, claimed: ClaimedGroup) -> None:
         """Serves until the epoch ends; raises the error that ended it."""
         puts = GrammarPuts(self.planner, claimed.stream, self.notify)
-        stream, addresses = claimed.stream, self.group.addresses
-        calls = TransferCalls(self.planner, stream, addresses, self.reservations.answers, self.notify, self._clock)
+        calls = TransferCalls(
+            self.planner,
+            claimed.stream,
+            lambda: self.group.addresses,
+            self.reservations.answers,
+            self.notify,
+            self._clock,
+        )
         try:
             await self._drive_with(claimed, puts, calls)
         finally:

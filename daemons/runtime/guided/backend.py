@@ -112,6 +112,9 @@ class GreedyTokens:
 class GrammarMatcher(ABC):
     """One output on its way through its grammar. One thread at a time."""
 
+    fill_threads: int = 1
+    """Threads of the library's own, without the interpreter's lock, among which fill_all() shares many masks."""
+
     @abstractmethod
     def fill(self, words: MaskWords) -> None:
         """Writes which tokens may come next; EOS ids are among them where the text may end."""

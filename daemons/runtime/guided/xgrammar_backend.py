@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,7 +104,14 @@ class _Compiled(CompiledGrammar):
         return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos_ids))
 
 
+def _num_cores() -> int:
+    """Those that this process may use: the library warns on standard error where it is told of more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Matcher(GrammarMatcher):
+    fill_threads = max(1, min(4, (_num_cores() - 2) // 3))
+
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
 
@@ -130,10 +138,17 @@ class _Matcher(GrammarMatcher):
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
-        _BATCH.batch_fill_next_token_bitmask(_inner(matchers), words, list(rows))
+        batch = _ALONE
+        if len(matchers) >= _LEAST_SHARED and _Matcher.fill_threads > 1:
+            # A pool of threads for each caller: one pool's waits are for all that was given to it.
+            batch = getattr(_own, "batch", None) or xgrammar.BatchGrammarMatcher(max_threads=_Matcher.fill_threads)
+            _own.batch = batch
+        batch.batch_fill_next_token_bitmask(_inner(matchers), words, list(rows))
 
 
-_BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
+_ALONE = xgrammar.BatchGrammarMatcher(max_threads=1)
+_LEAST_SHARED = 16  # Masks of a call from which on the library's own threads are worth waking.
+_own = threading.local()
 
 
 def _inner(matchers: Sequence[GrammarMatcher]) -> list[xgrammar.GrammarMatcher]:

@@ -37,14 +37,14 @@ class TransferCalls:
         self,
         planner: Planner,
         stream: GroupStream,
-        addresses: Sequence[str],
+        addresses: Callable[[], Sequence[str]],
         answers: dict[str, Answer],
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._planner = planner
         self._stream = stream
-        self._addresses = tuple(addresses)
+        self._addresses = addresses
         self._answers = answers
         self._changed = changed
         self._clock = clock
@@ -94,7 +94,7 @@ class TransferCalls:
             target = KvTarget(
                 transfer_id=arrival.transfer_id,
                 regions=tuple(region.SerializeToString() for region in regions),
-                addresses=self._addresses,
+                addresses=tuple(self._addresses()),
                 first_token=arrival.first_token,
                 num_tokens=arrival.num_tokens,
                 tokens_digest=digest_of(arrival.cache_name, arrival.ids),

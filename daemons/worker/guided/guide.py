@@ -223,12 +223,15 @@ class Guide:
         is_over = self._matcher.is_over
         if isinstance(self._sink, ChainSink) and not is_over:
             assert self._tokens is not None
-            sink, before = self._sink, self._chain
-            chain = chain_behind(self._matcher, self._tokens, tokens, before, sink.max_forced, len(sink.words))
-            if not chain.masks[0].any():
+            sink, parts = self._sink, (self._matcher, self._tokens)
+            first = chain_behind(*parts, tokens, self._chain, 0, len(sink.words))
+            if not first.masks[0].any():
                 raise stuck()
-            self._chain = chain
-            sink.publish_chain(self._position, np.stack(chain.masks), chain.forced)
+            # Known masks are wanted at once: the next step is on its way.
+            sink.publish_chain(self._position, np.stack(first.masks), first.forced)
+            self._chain = chain_behind(*parts, (), first, sink.max_forced, len(sink.words))
+            if len(self._chain.forced) > len(first.forced):
+                sink.publish_chain(self._position, np.stack(self._chain.masks), self._chain.forced)
             return
         if not is_over:
             self._matcher.fill(self._sink.words)

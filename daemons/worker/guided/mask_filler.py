@@ -14,13 +14,14 @@ from radixmesh.daemons.worker.guided.shared_calls import run_together
 
 # Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a
 # few times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
-_MIN_GROUP, _MAX_GROUP = 8, 32
-_MIN_THREADS, _MAX_THREADS = 2, 8
+# They are few, because all of them, and the step thread, want that lock: the library has threads that do not.
+_MIN_GROUP, _MAX_GROUP = 8, 64
+_MIN_THREADS, _MAX_THREADS = 2, 3
 _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0002
 
 
 class MaskFiller:

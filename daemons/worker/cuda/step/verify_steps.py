@@ -94,6 +94,7 @@ class VerifySteps:
     ) -> None:
         """lengths: says before each step whether it drafts; None: all do. chains: masks of the slots that follow
         grammars, which are drafted from there; None: none does."""
+        self._device = device
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
         self._chains = chains
@@ -129,6 +130,24 @@ class VerifySteps:
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 stage = partial(self._stage, None, num_rows, width)
                 self._graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
+            self._warm_up(width)
+
+    def _warm_up(self, width: int) -> None:
+        """Compiles what follows the forward, and has graphs run once: else the first step that drafts looks as if
+        drafts were slow."""
+        for num_rows in self._graphs.sizes:
+            self._stage(None, num_rows, width)
+            self._graphs.replay(num_rows, str(width))
+            self._staging.fence(self._device.record_event())
+        num_rows = min(self._graphs.sizes, default=1)
+        if not self._graphs.sizes:
+            self._stage(None, num_rows, width)
+            self._forward(num_rows, width)
+        rows, slots = self._rows[width].of(num_rows), self._inputs(num_rows).slots
+        masks = (None,) if self._chains is None else (None, self._chains.taken(len(rows.slots)))
+        for taken_T in masks:
+            to = self._target(num_rows, width).ring_RT[0], slots, rows, self._state, self._ring.rows
+            accept_drafts(*to, self._staging.ring_index_1, taken_T)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot: what is drafted for it."""
