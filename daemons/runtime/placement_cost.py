@@ -46,9 +46,10 @@ def placement_costs(
     uncached = num_tokens - matched_tokens
     # A bound that all replicas have reached tells none from another: prompts without a prefix would crowd where nobody
     # waits at the moment, and uneven rows cost 3% of the tokens/s at 12 outputs a replica.
-    counted = min(int(num_outputs.min()), _MOST_HELD_UP)
-    beyond = np.minimum(num_outputs - num_outputs.min(), max(_MOST_HELD_UP - counted, _MOST_BEYOND))
-    held_up = _HELD_UP * (counted + beyond)
+    least = int(num_outputs.min())
+    counted = min(least, _MOST_HELD_UP)
+    most = least + max(_MOST_HELD_UP - counted, _MOST_BEYOND)
+    held_up = _HELD_UP * np.minimum(num_outputs, most) - _HELD_UP * (least - counted)
     evicted = np.maximum(uncached - free_tokens, 0)
     costs: npt.NDArray[np.float64] = (
         queued_tokens + uncached * (1.0 + held_up) + _EVICTED * evicted + _OUTPUT * num_outputs

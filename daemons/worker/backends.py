@@ -177,10 +177,9 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     folder = settings.model
     assert folder is not None, "settings see to it"
 
+    speculation, num_forced = settings.speculation, settings.jump_forward_tokens
+
     def verify_drafts(runner: DeviceRunner) -> None:
-        speculation, num_forced = settings.speculation, settings.jump_forward_tokens
-        if speculation is None and not num_forced:
-            return
         if Task.GENERATE not in runner.tasks:
             raise _drafts_nothing(folder)
         drafter = NoDrafts() if speculation is None else drafters().create(speculation.algorithm)
@@ -210,6 +209,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             embed_pooling=settings.embed_pooling,
             model_impl=settings.model_impl,
         ),
+        None if speculation is None and not num_forced else verify_drafts,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.

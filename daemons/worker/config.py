@@ -49,9 +49,9 @@ class WorkerSettings(CommonSettings):
         "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
         "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
-        "standalone (a smaller model of the same vocabulary)")  # fmt: skip
+        "standalone (a smaller model of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
-        "format, for --speculative-algorithm standalone")  # fmt: skip
+        "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
         "--speculative-num-draft-tokens")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "

@@ -11,6 +11,7 @@ import torch
 from support.device_settings import TINY_SETTINGS
 from support.drafting import check_same_outputs, drive_long
 from support.plan_driver import GREEDY, OPTIONS, PlanDriver, logprob_tolerance
+from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
@@ -67,6 +68,22 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     assert 1 < np.concatenate([result.counts for result in got.results]).max() <= max_drafts + 1
     accepted = sum(int(result.accepted.sum()) for result in got.results)
     assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)
+
+
+def test_a_worker_that_drafts_captures_no_decodes_but_those_that_verify():
+    """Plain ones would never be replayed, and cost time at the start and memory."""
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    settings = replace(TINY_SETTINGS, num_slots=1, max_tokens_per_step=8, page_size=4, max_total_len=32)
+    runner = load_device_runner(MODEL, replace(settings, cuda_graphs=True), ReplayingDevice())
+    runner.warm_up(has_decodes=False)
+    runner.verify(NgramDrafter(), max_drafts=2)
+    assert not runner._decodes.graphs._graphs and runner._verify._graphs._graphs
+    driver = PlanDriver(runner, lag=1)
+    driver.add(0, [20, 21, 22], REPEATING[0], chunk_len=8, num_out=9)
+    driver.finish(9)
+    assert driver.tokens[0] == [40] * 9
+    assert sum(int(result.accepted.sum()) for result in driver.results) > 2
 
 
 def test_a_slot_shows_a_drafter_the_text_of_its_own_request_alone():

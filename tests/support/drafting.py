@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import random
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.checkpoint.tensor_index import read_header
 from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import ModelRunner, SampleInput
@@ -49,7 +55,31 @@ def draft_folder(algorithm: str, model: str) -> Path | None:
     """Folder of the network that drafts for a tiny model. Both tiny models know the same texts by the same tokens."""
     if algorithm == "standalone":
         return MODELS / ("tiny-deepseek" if model == "tiny-llama" else "tiny-llama")
+    if algorithm == "eagle3":
+        assert model == "tiny-llama", "the head of the other one is not trained"
+        return MODELS / "drafters" / "tiny-llama-eagle3"
     return None
+
+
+@cache
+def target_folder(algorithm: str, model: str) -> Path:
+    """Folder of a tiny model; for mtp one whose checkpoint holds the layer that drafts too, as a second shard."""
+    if algorithm != "mtp":
+        return MODELS / model
+    assert model == "tiny-deepseek", "the other one has no such layer"
+    folder = Path(tempfile.mkdtemp(prefix="tiny-mtp-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in (MODELS / model).iterdir():
+        (folder / file.name).symlink_to(file)
+    shard = "mtp.safetensors"
+    (folder / shard).symlink_to(MODELS / "drafters" / "tiny-deepseek-mtp.safetensors")
+    shards = ("model.safetensors", shard)
+    weight_map = {name: file for file in shards for name in read_header(folder / file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
 
 
 def sample_of(prompt_ids: Sequence[int], output_ids: Sequence[int], guide: object = None) -> SampleInput:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from support.plans import Steps, admit, chunk, grant, simulated_executor
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
@@ -17,6 +21,7 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
+from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 
 
 def test_a_slots_table_holds_what_its_request_was_granted_since_it_was_admitted():
@@ -245,3 +250,40 @@ def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path):
     profiler.on_step()
     with pytest.raises(MeshError, match="No space left"):
         profiler.stop()
+
+
+class _Verifying:
+    """As much of a device's runner as the loader needs."""
+
+    tasks = frozenset({Task.GENERATE})
+    takes_grammars, max_total_len = False, 64
+
+    def __init__(self) -> None:
+        self.verified: dict[str, object] = {}
+
+    def verify(self, drafter, **options):
+        self.verified = {"drafter": type(drafter).__name__, **options}
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ({}, None),
+        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_num_steps": 3}, ("NgramDrafter", 3, 0)),
+        ({"jump_forward_tokens": 5}, ("NoDrafts", 5, 5)),
+    ],
+)
+def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, want):
+    """They were read, and dropped on the way to the runner: no CUDA worker drafted."""
+    runner = _Verifying()
+
+    def load(folder, settings, verify=None):
+        if verify is not None:
+            verify(runner)
+        return runner
+
+    monkeypatch.setattr("radixmesh.daemons.worker.cuda.load.load_cuda_runner", load)
+    model = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+    load_model(WorkerSettings(backend=Backend.CUDA, model=model, **flags))
+    got = runner.verified
+    assert want == ((got["drafter"], got["max_drafts"], got["max_forced"]) if got else None)

@@ -26,13 +26,19 @@ async def test_a_worker_that_loads_is_told_of_once(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(60.0)
         raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, text)
 
-    monkeypatch.setattr(group_client, "_FIRST_BACKOFF_S", 0.0)
     monkeypatch.setattr(GroupClient, "_try_claim", refused)
     log = SimpleNamespace(info=lambda event, **fields: told.append(str(fields["error"])))
     monkeypatch.setattr(group_client, "log", log)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(group_client, "asyncio", SimpleNamespace(sleep=sleep))
     client = GroupClient([], "name", lambda state: None, lambda address: None)
     claiming = asyncio.ensure_future(client.claim())
     await asyncio.wait_for(over.wait(), 30.0)
     claiming.cancel()
     await asyncio.wait((claiming,))
+    assert pauses[0] < 0.1 and max(pauses) <= 0.2, "a request would wait for the next try"
     assert [text.split(": ")[-1] for text in told] == ["no connection", "loading", "failed"]

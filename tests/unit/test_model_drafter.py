@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.drafting import MODELS, cpu_drafter
+import torch
+from safetensors.torch import load_file
+from support.drafting import MODELS, cpu_drafter, sample_of, target_folder
 from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
@@ -19,10 +22,12 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.model_drafter import MOST_BEHIND, ModelDrafter
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import DraftRow
 from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 
-NETWORKS = [("standalone", "tiny-llama")]
+NETWORKS = [("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")]
 
 
 class _Switched(DraftLengths):
@@ -50,16 +55,16 @@ class _Noted:
         return self._compute(parts)
 
 
-def _runner(model: str, page_size: int = 4) -> CpuRunner:
+def _runner(model: str, algorithm: str = "ngram", page_size: int = 4) -> CpuRunner:
     runner = load_cpu_runner(
-        MODELS / model, page_size=page_size, num_pages=2400 // page_size, threads=1, max_total_len=600
+        target_folder(algorithm, model), page_size=page_size, num_pages=2400 // page_size, threads=1, max_total_len=600
     )
     assert isinstance(runner, CpuRunner)
     return runner
 
 
 def _drafting(model: str, algorithm: str, lengths: DraftLengths | None = None) -> tuple[CpuRunner, _Noted]:
-    runner = _runner(model)
+    runner = _runner(model, algorithm)
     drafter = cpu_drafter(algorithm, runner, model)
     assert isinstance(drafter, ModelDrafter)
     noted = _Noted(drafter)
@@ -87,6 +92,13 @@ def _shares(world: World) -> list[float]:
     return [record.finished.accepted_tokens / record.finished.drafted_tokens for record in world.records.values()]
 
 
+def _least_share(algorithm: str, seed: int | None) -> float:
+    """Of drafts that are accepted, far below what was measured. Without its KV a network is right by chance alone."""
+    if algorithm == "standalone":
+        return 0.5 if seed is None else 0.15
+    return 0.15 if seed is None else 0.04
+
+
 @pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_real_text_is_drafted_rightly(algorithm: str, model: str, seed: int | None) -> None:
@@ -95,7 +107,7 @@ def test_real_text_is_drafted_rightly(algorithm: str, model: str, seed: int | No
     world = _world(runner)
     tokens = _recite(world, model, 0, max_tokens=120, seed=seed)
     assert tokens == _recite(_world(_runner(model)), model, 0, max_tokens=120, seed=seed)
-    assert _shares(world)[0] > (0.5 if seed is None else 0.15)
+    assert _shares(world)[0] > _least_share(algorithm, seed)
     # A step computes again what the verify before it confirmed, and the last token: no row twice but for that one.
     assert max(noted.num_rows[3:]) <= 6
 
@@ -113,7 +125,7 @@ def test_a_prefix_that_requests_share_is_shared_by_the_network(algorithm: str, m
     assert sum(noted.num_rows) < before, "the prompt's rows were there"
 
 
-@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS[:2])
 def test_kv_that_lapsed_is_rebuilt_when_drafts_pay_again(algorithm: str, model: str) -> None:
     """Steps that do not draft leave gaps; the first that does closes them, at most so many tokens in one step."""
     for num_plain in (40, MOST_BEHIND + 40):
@@ -123,7 +135,7 @@ def test_kv_that_lapsed_is_rebuilt_when_drafts_pay_again(algorithm: str, model: 
         assert tokens == _recite(_world(_runner(model)), model, 0, max_tokens=num_plain + 80)
         assert noted.num_rows and max(noted.num_rows) <= MOST_BEHIND + 1
         assert max(noted.num_rows) >= min(num_plain - 8, MOST_BEHIND)
-        assert _shares(world)[0] > 0.5
+        assert _shares(world)[0] > _least_share(algorithm, None)
 
 
 def test_a_broken_network_drafts_what_is_never_taken() -> None:
@@ -182,3 +194,34 @@ def test_a_folder_that_cannot_draft_for_the_model_is_refused_with_its_name(tmp_p
 def test_flags_of_networks_that_do_not_combine_say_what_does(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         _settings(**changes)
+
+
+def test_an_eagle3_head_computes_what_the_one_that_was_trained_does() -> None:
+    """Names, alignment, RoPE, norms and the map of ids, against the module of the training script."""
+    sys.path.insert(0, str(MODELS))
+    import train_tiny_drafters as training
+
+    runner = _runner("tiny-llama")
+    drafter = cpu_drafter("eagle3", runner, "tiny-llama")
+    assert isinstance(drafter, ModelDrafter)
+    tensors = load_file(MODELS / "drafters" / "tiny-llama-eagle3" / "model.safetensors")
+    ids = torch.arange(len(tensors["d2t"])) + tensors.pop("d2t")
+    assert tensors.pop("t2d").nonzero()[:, 0].tolist() == ids.tolist()
+    embedding_VD = runner.model.weights.embedding_VD
+    head = training.EagleHead(embedding_VD, ids)
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    tokens = np.arange(40, 70, dtype=np.int32)
+    outputs: list[torch.Tensor] = []
+    drafter._model.logits = lambda output: outputs.append(output) or torch.zeros(len(output), 768)  # type: ignore[method-assign, func-returns-value]
+    shown: list[tuple[torch.Tensor, ...]] = []
+    drafter._model.features = lambda hidden, of=drafter._model.features: shown.append(hidden) or of(hidden)  # type: ignore[method-assign, func-returns-value]
+    runner.verify(drafter, max_drafts=1)
+    pages = np.arange(8, dtype=np.int32)
+    runner.forward([Segment(slot=0, ids=tokens[:-1], start=0, pages=pages, is_last_chunk=False)])
+    drafter.propose([DraftRow(sample=sample_of(tokens.tolist(), []), most=1, slot=0, pages=pages)])
+    num_rows = len(tokens) - 1
+    with torch.inference_mode():
+        features = head.start([state[None] for state in shown[0]])
+        mask = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        want = head.step(torch.from_numpy(tokens[None, 1:]).long(), features, mask, torch.arange(num_rows))
+    torch.testing.assert_close(outputs[0][-1], want[0, -1], atol=1e-4, rtol=1e-4)

@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import grpc
+import pytest
 
 from radixmesh.daemons.router.peers.frame_stream import Dial, FrameStream
 from radixmesh.daemons.router.peers.grpc_peers import GrpcFrameStream
 from radixmesh.daemons.router.peers.peer_link import PeerLink
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 
 
@@ -101,6 +103,31 @@ class DyingCall:
 
     def cancel(self) -> bool:
         return False
+
+
+async def test_a_peer_that_loads_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not there less often. The link counts its pauses and takes none."""
+    pauses: dict[str, list[float]] = {}
+    sleep = asyncio.sleep
+    for state in ("loading", "standby"):
+        taken = pauses[state] = []
+
+        async def pause(seconds: float, taken: list[float] = taken) -> None:
+            taken.append(seconds)
+            await sleep(0.0)
+
+        def refuse(address: str, state: str = state) -> FrameStream[str, str]:
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, f"this daemon is {state}", {"state": state})
+
+        monkeypatch.setattr(asyncio, "sleep", pause)
+        link = Link(refuse)
+        link.start()
+        async with asyncio.timeout(30.0):
+            while len(taken) < 12:
+                await sleep(0.0)
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        await link.close()
+    assert max(pauses["loading"]) <= 0.25 < 0.75 <= pauses["standby"][-1]
 
 
 async def test_a_link_ends_when_it_is_closed_in_the_moment_in_which_its_peer_dies() -> None:

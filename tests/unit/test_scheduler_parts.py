@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -136,8 +135,8 @@ class _Stream:
 
 def _loop_of_short_steps(world: World) -> SchedulerLoop:
     """In an epoch whose steps take 0.8 ms."""
-    group: Any = SimpleNamespace(addresses=("nowhere:1",))
-    loop = SchedulerLoop(SchedulerSettings(workers=("nowhere:1",)), group, Progress())
+    group = SimpleNamespace(addresses=("nowhere:1",))
+    loop = SchedulerLoop(SchedulerSettings(workers=group.addresses), group, Progress())  # type: ignore[arg-type]
     planner = loop.planner
     planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8, grammar_format="xgrammar"), None)
     loop.lookahead = Lookahead(depth=None, max_in_flight=8)

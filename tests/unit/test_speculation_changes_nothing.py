@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.drafting import cpu_drafter
+from support.drafting import cpu_drafter, target_folder
 from support.planner_world import World, joined
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop, output_seed
@@ -101,7 +101,11 @@ class _Script:
 
 def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str = "ngram") -> CpuRunner:
     runner = load_cpu_runner(
-        MODELS / model, page_size=page_size, num_pages=num_tokens // page_size, threads=1, max_total_len=96
+        target_folder(algorithm, model),
+        page_size=page_size,
+        num_pages=num_tokens // page_size,
+        threads=1,
+        max_total_len=96,
     )
     assert isinstance(runner, CpuRunner) and runner.is_deterministic
     if max_drafts:
@@ -220,10 +224,16 @@ def test_outputs_are_those_without_drafts(model: str, page_size: int, max_drafts
     ("model", "algorithm", "page_size", "max_drafts", "depth"),
     [
         ("tiny-llama", "standalone", 16, 4, 2),
-        ("tiny-llama", "standalone", 1, 2, 1),
+        ("tiny-llama", "eagle3", 1, 3, 2),
+        ("tiny-deepseek", "mtp", 16, 3, 1),
         *(
             pytest.param(model, algorithm, page_size, max_drafts, depth, marks=pytest.mark.full)
-            for model, algorithm in (("tiny-llama", "standalone"), ("tiny-deepseek", "standalone"))
+            for model, algorithm in (
+                ("tiny-llama", "standalone"),
+                ("tiny-deepseek", "standalone"),
+                ("tiny-llama", "eagle3"),
+                ("tiny-deepseek", "mtp"),
+            )
             for page_size in (1, 16)
             for max_drafts in (1, 3, 5, 8)
             for depth in range(3)
@@ -239,11 +249,13 @@ def test_outputs_are_those_without_a_network_that_drafts(
     assert run.num_retractions > 0 or depth == 0, "nothing was retracted"
 
 
-@pytest.mark.parametrize("algorithm", ["standalone"])
-def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "algorithm"), [("tiny-llama", "standalone"), ("tiny-llama", "eagle3"), ("tiny-deepseek", "mtp")]
+)
+def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(model: str, algorithm: str) -> None:
     """A claim adopts pages whose KV of the network is there too; the next worker has none of it."""
-    run = _run("tiny-llama", 4, 4, depth=2, epochs=(5, 6, 14), deaths=(9, 20), algorithm=algorithm)
-    assert run.outputs == _plain("tiny-llama").outputs and run.accepted > 0
+    run = _run(model, 4, 4, depth=2, epochs=(5, 6, 14), deaths=(9, 20), algorithm=algorithm)
+    assert run.outputs == _plain(model).outputs and run.accepted > 0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ log = get_logger(__name__)
 
 # Seconds between two dials: after a loss, and at most. Doubled in between.
 REDIAL_S, MAX_REDIAL_S = 0.05, 1.0
+# A peer that loads is there: requests wait for it from the moment in which it is ready.
+_LOADING_REDIAL_S = 0.2
 # Ends of a stream by which one side breaks the contract: it will again, and is dialled later each time, until a
 # conversation has lasted for so long.
 _VIOLATIONS = frozenset(
@@ -137,11 +139,13 @@ class PeerLink(ABC, Generic[Req, Resp]):
     async def _run(self) -> None:
         backoff = REDIAL_S
         while True:
-            num_connects, is_violation = self.num_connects, False
+            num_connects, is_violation, longest_s = self.num_connects, False, MAX_REDIAL_S
             try:
                 await self._converse()
             except MeshError as error:
                 is_violation = error.reason in _VIOLATIONS
+                if error.metadata.get("state") == "loading":
+                    longest_s = min(_LOADING_REDIAL_S, MAX_REDIAL_S)
                 self._log_loss(error, was_connected=self.num_connects > num_connects)
             except Exception:
                 # A bug: one request's, as a rule. The link must not end with it, or every request waits for ever.
@@ -151,8 +155,8 @@ class PeerLink(ABC, Generic[Req, Resp]):
                 if not is_violation or lasted_s > _SOUND_AFTER_S:
                     backoff = REDIAL_S
             # Jitter: many routers must not come back to a restarted peer in lockstep.
-            await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
-            backoff = min(2 * backoff, MAX_REDIAL_S)
+            await asyncio.sleep(min(backoff, longest_s) * random.uniform(0.75, 1.25))
+            backoff = min(2 * backoff, longest_s)
 
     async def _converse(self) -> None:
         """One stream from dialling to its end. Raises what ended it."""

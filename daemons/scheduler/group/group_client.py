@@ -33,6 +33,8 @@ from radixmesh.worker.v1 import worker_pb2
 log = get_logger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
+# A worker that loads is there: requests wait for it from the moment in which it is ready.
+_LOADING_BACKOFF_S = 0.2
 STANDBY_POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0
 _SNAPSHOT_TIMEOUT_S = 120.0
@@ -102,6 +104,7 @@ class GroupClient:
         """Returns once the group is ours, however long that takes."""
         backoff = _FIRST_BACKOFF_S
         while True:
+            longest_s = _MAX_BACKOFF_S
             ranks: list[RankTransport] = []
             try:
                 ranks.extend(self._connect(address) for address in self._addresses)
@@ -122,6 +125,8 @@ class GroupClient:
                 if str(error) != self._last_error:  # A worker that loads says the same for minutes.
                     log.info("group_not_claimed", workers=self._addresses, error=str(error) or "timeout")
                 self._last_error = str(error)
+                if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_NOT_SERVING:
+                    longest_s = _LOADING_BACKOFF_S
                 if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED:
                     self._on_state(GroupState.STANDBY)
                 else:
@@ -137,8 +142,8 @@ class GroupClient:
             await _close(ranks)
             # Two schedulers that fence each other's ranks at once must not go on in step.
             jitter = self._random.random() if len(self._addresses) > 1 else 0.0
-            await asyncio.sleep(backoff * (1.0 + jitter))
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            await asyncio.sleep(min(backoff, longest_s) * (1.0 + jitter))
+            backoff = min(2 * backoff, longest_s)
 
     async def _try_claim(self, stream: GroupStream, ranks: Sequence[RankTransport]) -> ClaimedGroup | None:
         """None: another scheduler holds the group."""

@@ -121,6 +121,8 @@ def check_tensors(
         if entry.dtype == "U8":
             what = f"holds tensor {name!r} as U8, which is for the blocks and scales of MXFP4 experts alone"
             raise bad_checkpoint(entry.file, what, name)
+        if entry.dtype in ("I64", "BOOL") and name in targets.tensors and targets.tensors[name].is_floating_point():
+            raise bad_checkpoint(entry.file, f"holds tensor {name!r} as {entry.dtype}, which is no weight", name)
     for name in targets.tensors:
         expected_shape = targets.stored_shape(name)
         if not _is_merged(expected_shape, entries[name].shape):

@@ -13,7 +13,8 @@ from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000
-DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1,
+    "I64": 8, "BOOL": 1}  # fmt: skip
 _KNOWN_DTYPES = ", ".join(DTYPE_TO_BYTES)
 
 

@@ -12,6 +12,8 @@ from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.loader import load_tensors
+from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 from radixmesh.daemons.worker.cpu.load import load_model
@@ -22,8 +24,10 @@ from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
+from radixmesh.daemons.worker.speculation.models.eagle3 import build_eagle3
+from radixmesh.daemons.worker.speculation.models.mtp import mtp_of
 from radixmesh.daemons.worker.speculation.models.standalone import StandaloneModel
-from radixmesh.daemons.worker.speculation.settings import Speculation
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 _log = get_logger(__name__)
 
@@ -41,7 +45,13 @@ def load_model_drafter(speculation: Speculation, runner: CpuRunner, model: Path,
         max_total_len=runner.max_total_len,
     )
     with torch.inference_mode():
-        network = _load_standalone(speculation, runner, model, placement)
+        network: DraftModel
+        if speculation.algorithm is SpeculativeAlgorithm.STANDALONE:
+            network = _load_standalone(speculation, runner, model, placement)
+        elif speculation.algorithm is SpeculativeAlgorithm.EAGLE3:
+            network = _load_eagle3(speculation, runner, placement)
+        else:
+            network = mtp_of(runner.model, placement)
         attention = attention_backends().create("paged_torch")(
             network.attention_shape,
             AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=False),
@@ -58,6 +68,22 @@ def load_model_drafter(speculation: Speculation, runner: CpuRunner, model: Path,
     kv_bytes = network.kv_layout.bytes_per_token(placement.dtype) + network.num_features * placement.dtype.itemsize
     _log.info("drafter_loaded", algorithm=str(speculation.algorithm), kv_bytes=kv_bytes * num_tokens)
     return drafter
+
+
+def _load_eagle3(speculation: Speculation, runner: CpuRunner, placement: Placement) -> DraftModel:
+    folder, target = speculation.draft_model, runner.model
+    assert folder is not None, "settings see to it"
+    if not target.shows_hidden:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED,
+            "--speculative-algorithm eagle3 reads states of the model's layers, which one that is computed by modules "
+            "of transformers does not show: draft with ngram or standalone",
+            {"feature": "speculative_algorithm"},
+        )
+    built = build_eagle3(ConfigReader.open(folder), index_tensors(folder), target, placement)
+    load_tensors(folder, built.targets)
+    built.model.check(folder)
+    return built.model
 
 
 def _load_standalone(speculation: Speculation, runner: CpuRunner, target: Path, placement: Placement) -> DraftModel:

@@ -81,9 +81,10 @@ class ModelOnDevice:
 
 
 def load_cuda_runner(
-    folder: Path, settings: DeviceSettings, prepare: Callable[[DeviceRunner], None] = lambda runner: None
+    folder: Path, settings: DeviceSettings, verify: Callable[[DeviceRunner], None] | None = None
 ) -> DeviceRunner:
-    """Loads, sizes, compiles and captures. prepare: captures what else steps will need, at the end.
+    """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
+    captured by that alone, if its attention can.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -100,8 +101,9 @@ def load_cuda_runner(
     runner = create_runner(load_on_device(folder, settings, device))
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
-        runner.warm_up()
-        prepare(runner)
+        runner.warm_up(has_decodes=verify is None or not runner.can_verify)
+        if verify is not None:
+            verify(runner)
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
     watch_compiles()
     return runner

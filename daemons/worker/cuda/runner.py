@@ -170,7 +170,7 @@ class DeviceRunner(ModelRunner):
         grammars, and draft up to so many ids of what these force; `drafter` drafts on the device then, or nothing.
         Attention that needs exact lengths verifies nothing.
         """
-        if self._attention.needs_exact_lengths:
+        if not self.can_verify:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
@@ -208,9 +208,17 @@ class DeviceRunner(ModelRunner):
     def mask_sink(self, admit: Admit) -> MaskSink | None:
         return self.masks.sink(admit) if self._chains is None else self._chains.sink(admit)
 
-    def warm_up(self) -> None:
+    @property
+    def can_verify(self) -> bool:
+        """False where the attention needs exact lengths, which the host does not know while steps with drafts run."""
+        return not self._attention.needs_exact_lengths
+
+    def warm_up(self, *, has_decodes: bool = True) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
-        for, and steps as they will come, so that no request waits for a compiler or a library's start."""
+        for, and steps as they will come, so that no request waits for a compiler or a library's start.
+
+        has_decodes: False before verify(), which captures the decodes itself: no others come.
+        """
         with self.device.in_order(), torch.inference_mode():
             if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
                 compile_ahead(self._launch_all)
@@ -219,7 +227,8 @@ class DeviceRunner(ModelRunner):
                 self._prompts.warm_up()
                 self.device.record_event().wait()
                 return
-            self._decodes.capture(self._sampler)
+            if has_decodes:
+                self._decodes.capture(self._sampler)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
@@ -228,11 +237,13 @@ class DeviceRunner(ModelRunner):
                 max_tokens_per_step=self._limits.max_tokens_per_step,
                 num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
-                self.launch(rows, segments, 0)
+                if has_decodes or segments:
+                    self.launch(rows, segments, 0)
             self.device.record_event().wait()
 
     def _launch_all(self) -> None:
-        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling."""
+        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling. Those of decodes always:
+        nearly all of them are in steps that verify drafts too."""
         self._prompts.launch_all()
         if Task.GENERATE in self.tasks:
             self._decodes.launch_all(self._sampler)

@@ -15,9 +15,11 @@ class SpeculativeAlgorithm(StrEnum):
     OFF = "off"
     NGRAM = "ngram"
     STANDALONE = "standalone"
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
 
 
-_OF_FOLDER = (SpeculativeAlgorithm.STANDALONE,)
+_OF_FOLDER = (SpeculativeAlgorithm.STANDALONE, SpeculativeAlgorithm.EAGLE3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

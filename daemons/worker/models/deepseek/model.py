@@ -40,7 +40,7 @@ class DeepseekModel(Model):
         self.config = config
         self.weights = weights
         self._rope = RopeTable(config.rope_dim, config.rope, placement.device)
-        self._blocks = tuple(_create_block(config, layer, placement) for layer in weights.layers)
+        self._blocks = tuple(create_block(config, layer, placement) for layer in weights.layers)
         self._vocabulary = ShardedVocabulary(config.vocab_size, placement.group)
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
@@ -151,7 +151,8 @@ class _MoeBlock:
         return (x_TD + routed_TD,)
 
 
-def _create_block(config: DeepseekConfig, layer: DeepseekLayer, placement: Placement) -> _DenseBlock | _MoeBlock:
+def create_block(config: DeepseekConfig, layer: DeepseekLayer, placement: Placement) -> _DenseBlock | _MoeBlock:
+    """The block that the layer's weights are for."""
     if isinstance(layer.mlp, MoeWeights):
         return _MoeBlock(config, layer, layer.mlp, placement)
     return _DenseBlock(config, layer, layer.mlp, placement)

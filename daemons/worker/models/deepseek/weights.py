@@ -97,7 +97,7 @@ class DeepseekLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayer:
     """Predicts one more token, from a row of the layer before and the embedding of the token after it; embedding and
-    output projection are the model's (DeepSeek-V3 report, section 2.2). Loaded and kept: nothing runs it yet."""
+    output projection are the model's (DeepSeek-V3 report, section 2.2). It drafts, with --speculative-algorithm mtp."""
 
     embedding_norm_D: torch.Tensor
     hidden_norm_D: torch.Tensor

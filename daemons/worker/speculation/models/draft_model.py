@@ -16,11 +16,9 @@ Legend: T rows, F numbers of a position's features, H hidden size of the target,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import torch
 
-from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.kv_layout import KvLayout
 from radixmesh.daemons.worker.models.model import ModelBatch
@@ -61,13 +59,6 @@ class DraftModel(ABC):
     @abstractmethod
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """float32 [T, V] of rows of `forward`'s output; -inf for what the network cannot predict."""
-
-
-class BuiltDraftModel(NamedTuple):
-    """A network with unfilled weights, and which tensor of a checkpoint goes where."""
-
-    model: DraftModel
-    targets: TensorTargets
 
 
 def in_vocabulary(logits_TV: torch.Tensor, vocab_size: int) -> torch.Tensor:
