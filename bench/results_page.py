@@ -14,6 +14,7 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_kernels import attention, gemm
+from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +77,7 @@ def page() -> str:
             gemm,
             attention,
             routed_experts,
+            latent_attention,
             fp8_pages,
             small_models,
             *(shapes, starts, serving),

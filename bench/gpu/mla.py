@@ -242,12 +242,12 @@ def _tried(measure: Callable[[], Record]) -> Record:
 def _all(pool: Pool, *, is_short: bool = False) -> Iterator[Callable[[], Record]]:
     """Every measurement; is_short: one case of each configuration, enough to compile it."""
     few = 1 if is_short else None
+    for case in _FEW[:few]:
+        yield lambda x=case: {"kind": "few", "rows": x[0], "kv": x[1]} | _tried(lambda: _few(pool, *x))
     for heads, cases in _DECODES.items():
         for case, config in itertools.product(cases[:few], _SPLITS[heads]):
             about = {"kind": "decode", "heads": heads, "rows": case[0], "kv": case[1], "config": config}
             yield lambda a=about, h=heads, x=case, c=config: a | _tried(lambda: _decode(pool, h, *x, c))
-    for case in _FEW[:few]:
-        yield lambda x=case: {"kind": "few", "rows": x[0], "kv": x[1]} | _tried(lambda: _few(pool, *x))
     for shared, config in itertools.product(_SHARED[:few], _PREFIXES):
         about = {"kind": "shared", "groups": shared, "config": config}
         yield lambda a=about, x=shared, c=config: a | _tried(lambda: _shared(pool, x, c))

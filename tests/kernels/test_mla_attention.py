@@ -238,9 +238,7 @@ def test_the_kernel_for_hopper_gives_a_row_the_same_bits_in_any_batch():
 
 
 @pytest.mark.parametrize("lengths", [[1], [130], [1, 17, 0, 64, 33], [0, 0]], ids=str)
-@pytest.mark.parametrize(
-    "heads, rank, dtype", [(4, 32, torch.float32), (16, 48, torch.bfloat16), (80, 16, torch.float32)], ids=str
-)
+@pytest.mark.parametrize("heads, rank, dtype", [(4, 32, torch.float32), (16, 48, torch.bfloat16)], ids=str)
 def test_few_rows_are_merged_where_they_are_expanded(lengths, heads, rank, dtype):
     _check_expanded(lengths, heads=heads, rank=rank, dtype=dtype)
 

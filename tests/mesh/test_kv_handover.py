@@ -87,7 +87,14 @@ async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fi
         for role, size in zip((Role.PREFILL, Role.DECODE), sizes, strict=True):
             settings = WorkerSettings(page_size=size, num_pages=256 // size, **values)  # type: ignore[arg-type]
             worker = await stack.enter_async_context(running(WorkerDaemon, settings, instance_id=f"worker-{role}"))
-            values_of_scheduler = {"role": role, "check_invariants": True, "chunk_tokens": 16, **fields}
+            # A loaded machine may take its time: where KV is to come, it is waited for.
+            values_of_scheduler = {
+                "role": role,
+                "check_invariants": True,
+                "chunk_tokens": 16,
+                "transfer_timeout_s": 30.0,
+            }
+            values_of_scheduler |= fields
             own = SchedulerSettings(workers=(worker.address,), **values_of_scheduler)  # type: ignore[arg-type]
             scheduler = await stack.enter_async_context(running(SchedulerDaemon, own, instance_id=f"s-{role}"))
             workers.append(worker)

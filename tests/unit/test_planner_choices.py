@@ -52,11 +52,20 @@ def test_ranks_that_share_experts_plan_nothing_where_nothing_is_to_be_done() -> 
     shared = SharedExperts(
         num_ranks=2, num_experts=4, expert_bytes=10, version=0, experts_LS=np.array([[0, 1, -1, 2, 3, -1]], np.int32)
     )
-    able = replace(world.group, experts=shared, barrier_ops=frozenset({"move_experts", "place_experts"}))
-    world.planner.begin_epoch(world.epoch + 1, able, None)
+    world.group = replace(world.group, experts=shared, barrier_ops=frozenset({"move_experts", "place_experts"}))
+    world.begin_epoch()
     assert world.planner.experts.is_on and world.planner.plan(0.0) is None
     plan = world.planner.plan(0.0, is_heartbeat=True)
     assert plan is not None and not plan.barrier_ops
+    # Loads of experts come with results, and are the balancer's.
+    world.begin_epoch()
+    world.submit(PROMPT, stop=Stop(max_tokens=2))
+    world.plan()
+    world.execute()
+    assert world.planner.experts.balancedness() == 0.0
+    loads = np.array([30, 10, 10, 10], np.int32)
+    world.take(world.planner.process(replace(world.results.popleft(), expert_loads=loads)))
+    assert world.planner.experts.balancedness() == 0.75
 
 
 def test_the_result_of_one_rank_is_the_groups_in_any_epoch() -> None:

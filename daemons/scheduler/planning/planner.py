@@ -262,8 +262,9 @@ class Planner:
         """
         self._expire(now)
         state, prefill = self._state, self.prefill
-        if state is None or prefill is None:
+        if state is None:
             return None
+        assert prefill is not None, "it comes with the state"
         self.arrivals.pass_time(state, now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
