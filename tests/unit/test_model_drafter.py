@@ -244,7 +244,7 @@ def test_sizes_beyond_any_memory_are_refused_with_what_to_check(
     settings = _settings(
         speculative_algorithm=SpeculativeAlgorithm(algorithm), speculative_draft_model_path=tmp_path / "draft"
     )
-    # Where the kernel grants any size of memory, the checkpoint's shapes are what does not fit.
+    # A kernel that grants any size of memory leaves it to the checkpoint's shapes.
     with pytest.raises(MeshError, match=r"check the sizes in its config.json|of shape"):
         load_model(settings)
 
