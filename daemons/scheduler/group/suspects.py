@@ -71,7 +71,15 @@ class PoisonIsolation:
         self._loss: _Loss | None = None
         """The last loss, until it is counted."""
 
-    def refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[PoisonRequest]:
+    def epoch_ended(self, state: EpochState, refused_step: int, error: MeshError | None) -> list[PoisonRequest]:
+        """An epoch ends by `error`, if that is known: the group refused a step, or is lost (0)."""
+        # A step that raised ends its worker: that is a death, whoever was admitted in it.
+        if refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED):
+            return self._refused(state, refused_step, error)
+        self._lost(state, error)
+        return []
+
+    def _refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[PoisonRequest]:
         """An epoch ends since the group refused a step with `error`."""
         plans = (step.plan for step in state.in_flight.steps() if step.plan.step_id == step_id)
         admitted = {admit.slot for plan in plans for admit in plan.admits}
@@ -83,7 +91,7 @@ class PoisonIsolation:
                     found.append(PoisonRequest(request, error))
         return found
 
-    def lost(self, state: EpochState, error: MeshError | None) -> None:
+    def _lost(self, state: EpochState, error: MeshError | None) -> None:
         """An epoch ends since the group is lost, by `error` if that is known; regained() comes when it is back."""
         if not state.in_flight or (error is not None and _is_no_death(error)):
             return
