@@ -35,14 +35,6 @@ class _Counting(GrammarMatcher):
     def rollback(self, num_tokens: int) -> None:
         self._num -= num_tokens
 
-    @staticmethod
-    def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
-        raise NotImplementedError
-
-    @staticmethod
-    def fill_all(matchers: Sequence[GrammarMatcher], words: MaskWords, rows: Sequence[int]) -> None:
-        raise NotImplementedError
-
 
 class _Forced(GreedyTokens):
     def __init__(self) -> None:
