@@ -75,11 +75,11 @@ class PoisonIsolation:
         """An epoch ends by `error`, if that is known: the group refused a step, or is lost (0)."""
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         if refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED):
-            return self._refused(state, refused_step, error)
-        self._lost(state, error)
+            return self.refused(state, refused_step, error)
+        self.lost(state, error)
         return []
 
-    def _refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[PoisonRequest]:
+    def refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[PoisonRequest]:
         """An epoch ends since the group refused a step with `error`."""
         plans = (step.plan for step in state.in_flight.steps() if step.plan.step_id == step_id)
         admitted = {admit.slot for plan in plans for admit in plan.admits}
@@ -91,7 +91,7 @@ class PoisonIsolation:
                     found.append(PoisonRequest(request, error))
         return found
 
-    def _lost(self, state: EpochState, error: MeshError | None) -> None:
+    def lost(self, state: EpochState, error: MeshError | None) -> None:
         """An epoch ends since the group is lost, by `error` if that is known; regained() comes when it is back."""
         if not state.in_flight or (error is not None and _is_no_death(error)):
             return
