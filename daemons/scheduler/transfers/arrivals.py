@@ -234,6 +234,15 @@ class KvArrivals:
         self._unpark(arrival)
         self._drop(state, arrival)
 
+    def give_up(self, state: EpochState) -> None:
+        """A flush is wanted: admission waits for it, and it for the locks of transfers. Commits that run are waited
+        for; the requests compute their prompts."""
+        for arrival in tuple(self._arrivals.values()):
+            if arrival.state is ArrivalState.ARRIVED:
+                self._drop(state, arrival)
+            else:
+                self.failed(state, arrival)
+
     def pass_time(self, state: EpochState, now: float) -> None:
         """Ends what takes too long, and lets go of what its request has taken. Call before each plan."""
         self._now = now
