@@ -36,7 +36,7 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
     ]
     return [
         *("## Latent attention and routed experts", ""),
-        wrapped(f"Random weights in bf16, sampled at temperature 1, the better of two runs (`{got['command']}`)."),
+        wrapped(f"Random weights in bf16, sampled at temperature 1, the best of three runs (`{got['command']}`)."),
         "",
         *table(["shape", "workload", "tokens/s", "vLLM 0.22.1", "ratio", "of the roofline", "idle"], rows),
         "",

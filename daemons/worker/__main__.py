@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
@@ -18,9 +18,12 @@ from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.core_config import CoreConfig
 from radixmesh.daemons.worker.group_member import GroupMember
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
+from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
+from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
+from radixmesh.daemons.worker.simulated.held_transfers import HeldService, HeldTransport, TransferHolds, hold_scatters
 from radixmesh.worker.v1 import worker_pb2_grpc
 
 
@@ -29,6 +32,8 @@ class WorkerDaemon(Daemon):
 
     def __init__(self, runtime: Runtime, settings: WorkerSettings, member: GroupMember | None = None) -> None:
         self._settings = settings
+        self._faults = FaultInjector(settings.parsed_faults, settings.fault_seed) if settings.faults else None
+        self._holds = TransferHolds(self._faults) if self._faults is not None else None
         self.core = WorkerCore(
             runtime.instance_id,
             CoreConfig(
@@ -46,14 +51,16 @@ class WorkerDaemon(Daemon):
             runtime.fail,
             runtime.tracer,
             member or create_member(settings),
-            GrpcTransport(settings.tls) if settings.transfer_staging_bytes else None,
+            self._transport(),
         )
-        service = WorkerService(self.core, _stream_maker(settings))
+        service = self._service()
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
     async def load(self) -> None:
         member = self.core.member
         model = await asyncio.to_thread(load_model, self._settings, member.group, member.experts)
+        if self._holds is not None:
+            hold_scatters(model.runner, self._holds)
         executor = StepExecutor(
             model.runner,
             num_slots=self._settings.num_slots,
@@ -69,15 +76,17 @@ class WorkerDaemon(Daemon):
     async def close(self) -> None:
         self.core.close()
 
+    def _transport(self) -> KvTransport | None:
+        if not self._settings.transfer_staging_bytes:
+            return None
+        tls = self._settings.tls
+        return GrpcTransport(tls) if self._holds is None else HeldTransport(self._holds, tls)
 
-def _stream_maker(settings: WorkerSettings) -> Callable[[Send], ResultStream]:
-    if not settings.faults:
-        return ResultStream
-    from radixmesh.daemons.worker.simulated.faults import FaultInjector
-    from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
-
-    faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
-    return lambda send: FaultyStream(send, faults)
+    def _service(self) -> WorkerService:
+        faults, holds = self._faults, self._holds
+        if faults is None or holds is None:
+            return WorkerService(self.core)
+        return HeldService(self.core, lambda send: FaultyStream(send, faults), holds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

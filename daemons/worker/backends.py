@@ -14,12 +14,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.addresses import own_host
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.backend import (
-    GrammarBackend,
-    GuidedVocabulary,
-    installed_format,
-    load_backend,
-)
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, installed_format, load_backend
 from radixmesh.daemons.runtime.model_folder.fingerprint import (
     ModelIdentity,
     model_fingerprint,

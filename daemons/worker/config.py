@@ -111,7 +111,8 @@ class WorkerSettings(CommonSettings):
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
-        "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip
+        "refuse, die, delay, duplicate, reorder, vanish, hang; or, where KV transfers wait, PHASE@TRANSFER[:MS] or "
+        "PHASE%PROBABILITY[:MS], phase one of reserved, writing, written, scattering, validated")  # fmt: skip
     fault_seed: int = setting(0, "seed of the faults that come with a probability")
 
     def __post_init__(self) -> None:

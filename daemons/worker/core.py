@@ -94,6 +94,7 @@ class WorkerCore:
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
         )
+        metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)
         self.formation = GroupFormation(
             self.ledger,
             self.member,

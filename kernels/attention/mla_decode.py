@@ -19,8 +19,6 @@ from radixmesh.kernels.hopper import has_wgmma
 _MOST_HEADS = 64
 SM90_CONFIG = SplitConfig(heads=1, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=2, is_sm90=True)
 """Of the kernel written for Hopper."""
-# Its test with rows of any lengths has not passed on a GPU since empty rows were mended.
-_PREFERS_SM90 = False
 
 
 def mla_head_blocks(num_heads: int) -> int:
@@ -84,7 +82,7 @@ def mla_shared_workspace(
 def mla_decode_config(heads: int, dtype: torch.dtype, rank: int, device: torch.device) -> SplitConfig:
     """The defaults by the query heads of a program, which are the rows of its GEMMs: the fastest of those that
     `bench/gpu/mla.py` tries on an H200."""
-    if _PREFERS_SM90 and heads > 32 and rank == 512 and dtype.itemsize == 2 and has_wgmma(device):
+    if heads > 32 and rank == 512 and dtype.itemsize == 2 and has_wgmma(device):
         return SM90_CONFIG
     if dtype == torch.float32:
         return SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=8)

@@ -95,7 +95,8 @@ def mla_split_attention(
         IS_WHOLE=config.is_whole,
         NUM_PROGRAMS=plan.num_programs,
         MERGED_AT_ONCE=_MERGED_PARTS,
-        STAGES=config.num_stages,
+        # Tiles of the plan for Hopper are long: one at a time fits into shared memory.
+        STAGES=1 if config.is_sm90 else config.num_stages,
         PDL=use_pdl,
         launch_pdl=use_pdl,
         num_warps=config.num_warps,

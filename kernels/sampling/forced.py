@@ -156,15 +156,16 @@ def _confirm_kernel(
     if taken >= 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         mask = tl.load(masks_ptr + slot).to(tl.int64)
+        ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride + row
+        token = tl.load(ring_ptr)
+        allowed = allowed_token(words_ptr + taken * W, token, W, SEARCH)
+        # Asked behind the last look at the mask: the host may have begun to write it anew while it was read here.
+        tl.debug_barrier()
         if tl.load(versions_ptr + 2 * mask + 1, volatile=True) > tl.load(seen_ptr + row) + 1:
             tl.store(taken_ptr + row, -2)
-        else:
-            ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride + row
-            token = tl.load(ring_ptr)
-            allowed = allowed_token(words_ptr + taken * W, token, W, SEARCH)
-            if allowed != token:
-                tl.store(ring_ptr, allowed)
-                tl.store(last_tokens_ptr + slot, allowed)
+        elif allowed != token:
+            tl.store(ring_ptr, allowed)
+            tl.store(last_tokens_ptr + slot, allowed)
 
 
 def confirm_chains(

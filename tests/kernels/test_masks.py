@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.kernels.sampling import forced
 from radixmesh.kernels.sampling.drafts import DraftRows, SlotLengths, accept_drafts
 from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, take_chains
 from radixmesh.kernels.sampling.masks import (
@@ -21,6 +22,7 @@ from radixmesh.kernels.sampling.masks import (
     NO_MASK,
     GuidedSlots,
     HostMasks,
+    allowed_token,
     apply_masks,
     clamp_positions,
     settle_masks,
@@ -160,6 +162,25 @@ def test_masks_of_a_chain_count_behind_its_own_tokens_alone(device):
     chains.versions_M2[0] = torch.tensor([4, 5])
     confirm_chains(taken, seen, slots, masks_S, chains, target)
     assert taken.tolist() == [LATE] * 6 + [NO_MASK, LATE]
+
+
+def test_a_mask_that_is_written_while_it_is_read_counts_as_late(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("only the interpreter calls a function of the host within a kernel")
+    ints = partial(torch.tensor, dtype=torch.int32)
+    words = torch.full((4, 2), -1, dtype=torch.int32)
+    chains = HostChains(ints([[3, 4]]), torch.zeros(2, HEAD + 1, dtype=torch.int32), words)
+
+    def read_beside_the_host(*arguments):
+        chains.versions_M2[0, 1] = 5
+        words[2] = ints([1, 0])  # The mask of another position: id 0 alone.
+        return allowed_token(*arguments)
+
+    monkeypatch.setattr(forced, "allowed_token", read_beside_the_host)
+    taken, sampled, last_tokens = ints([2]), ints([[40]]), ints([40])
+    target = TokenTarget(ring_RT=sampled, ring_index_1=ints([0]), last_tokens_S=last_tokens)
+    confirm_chains(taken, ints([3]), ints([0]), ints([0]), chains, target)
+    assert taken.tolist() == [LATE] and sampled.tolist() == [[40]] and last_tokens.tolist() == [40]
 
 
 def test_a_row_yields_nothing_from_its_first_late_position_on(device):

@@ -164,6 +164,9 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
             break
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
+        if config is not None:  # Hopper's kernel has RoPE keys of 64 alone: wider ones are computed by the other.
+            wide_q, wide_pool = (torch.zeros(*x.shape[:-1], rank + 96, dtype=dtype) for x in (q, pool))
+            mla_decode.mla_shared_decode(wide_q, wide_pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     starts = torch.zeros(rows + 1).int()
     mla_extend.mla_extend(q, pool, tables, ints, starts, ints, 1, 0.1, out)
     tokens = mla_prompt.chunk_tokens([tables[0].numpy()], (ints[:1] + 3).numpy(), 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.drafting import MODELS, cpu_drafter, sample_of, target_folder
 from support.planner_world import World
 
@@ -20,12 +20,13 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
 from radixmesh.daemons.worker.cpu.model_drafter import MOST_BEHIND, ModelDrafter
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import DraftRow
-from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 NETWORKS = [("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")]
 
@@ -149,6 +150,54 @@ def test_a_broken_network_drafts_what_is_never_taken() -> None:
     assert tokens == _recite(_world(_runner("tiny-llama")), "tiny-llama", 0, max_tokens=40)
 
 
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_kv_of_another_worker_is_drafted_for_as_if_its_pages_had_never_been_used(algorithm: str, model: str) -> None:
+    """Pages that take KV of a transfer keep nothing of the request that they held before."""
+    source, pages = _runner(model, algorithm), np.arange(16, dtype=np.int32)
+    ids = np.arange(40, 88, dtype=np.int32)
+    source.forward([Segment(slot=0, ids=ids[:-1], start=0, pages=pages, is_last_chunk=False)])
+    indexes = np.arange(len(ids) - 1, dtype=np.int32)
+    rows = []
+    for earlier in (None, np.arange(300, 348, dtype=np.int32)):
+        runner, noted = _drafting(model, algorithm)
+        drafter = runner._drafter
+        assert isinstance(drafter, ModelDrafter)
+        if earlier is not None:
+            runner.forward([Segment(slot=0, ids=earlier, start=0, pages=pages, is_last_chunk=False)])
+        drafter.admitted(0)
+        noted.num_rows.clear()
+        runner.write_kv(indexes, source.read_kv(indexes))
+        outputs: list[torch.Tensor] = []
+        drafter._model.logits = lambda output, to=outputs, of=drafter._model.logits: to.append(output) or of(output)  # type: ignore[method-assign, func-returns-value]
+        drafter.propose([DraftRow(sample=sample_of(ids.tolist(), []), most=1, slot=0, pages=pages)])
+        rows.append((noted.num_rows[0], outputs[0]))
+    assert rows[0][0] == rows[1][0] == len(ids) - drafter._model.first_position
+    assert torch.equal(rows[0][1], rows[1][1]), "what an earlier request left there tells in the drafts of this one"
+
+
+def test_ids_that_a_smaller_vocabulary_lacks_are_drafted_behind(tmp_path: Path) -> None:
+    """Models of one family are padded to different sizes: a prompt may have ids that the network has no row for."""
+    folder = tmp_path / "smaller"
+    shutil.copytree(MODELS / "tiny-llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    size = config["vocab_size"] - 64
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    tensors = load_file(folder / "model.safetensors")
+    in_vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    cut = {name: tensor[:size].clone() if name in in_vocabulary else tensor for name, tensor in tensors.items()}
+    save_file(cut, folder / "model.safetensors")
+    runner = _runner("tiny-llama")
+    speculation = Speculation(algorithm=SpeculativeAlgorithm.STANDALONE, max_drafts=2, draft_model=folder)
+    runner.verify(load_model_drafter(speculation, runner, MODELS / "tiny-llama", "float32"), max_drafts=2)
+    pages = np.arange(8, dtype=np.int32)
+    ids = np.array([40, size, runner.vocab_size - 1, 41], np.int32)
+    runner.forward([Segment(slot=0, ids=ids, start=0, pages=pages, is_last_chunk=False)])
+    drafter = runner._drafter
+    assert drafter is not None
+    (drafts,) = drafter.propose([DraftRow(sample=sample_of(ids.tolist(), [size]), most=2, slot=0, pages=pages)])
+    assert len(drafts) == 2 and max(drafts) < size
+
+
 def np_nan(*shape: int):
     import torch
 
@@ -180,6 +229,24 @@ def test_a_folder_that_cannot_draft_for_the_model_is_refused_with_its_name(tmp_p
     assert error.value.reason == common_pb2.ERROR_REASON_INVALID_ARGUMENT
     with pytest.raises(MeshError, match="is no folder"):
         load_model(_settings(speculative_draft_model_path=tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "folder", "size"),
+    [("standalone", "tiny-llama", "vocab_size"), ("eagle3", "drafters/tiny-llama-eagle3", "draft_vocab_size")],
+)
+def test_sizes_beyond_any_memory_are_refused_with_what_to_check(
+    tmp_path: Path, algorithm: str, folder: str, size: str
+) -> None:
+    shutil.copytree(MODELS / folder, tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, size: 2**31 - 1}))
+    settings = _settings(
+        speculative_algorithm=SpeculativeAlgorithm(algorithm), speculative_draft_model_path=tmp_path / "draft"
+    )
+    # A kernel that grants any size of memory leaves it to the checkpoint's shapes.
+    with pytest.raises(MeshError, match=r"check the sizes in its config.json|of shape"):
+        load_model(settings)
 
 
 @pytest.mark.parametrize(

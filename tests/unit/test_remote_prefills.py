@@ -116,6 +116,32 @@ def test_leases_are_renewed_while_the_prefill_runs_and_no_longer() -> None:
     assert len(world.told()) == 3, "from now on it arrives, or the decode side computes it"
 
 
+def test_a_prefill_whose_worker_is_lost_is_given_up_at_once() -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    transfer_id = world.begin()
+    link.is_group_serving = False
+    world.remote.tick(0.1)
+    assert world.told()[1:] == [], "the answer to the reservation finds out"
+    link.is_group_serving = True
+    world.answer(transfer_id)
+    world.remote.tick(0.2)
+    link.is_group_serving = False
+    world.remote.tick(0.3)
+    assert world.told()[1:] == [(True, 0)] and link.cancelled == [1] and not len(world.remote)
+
+
+def test_what_is_being_sent_outlives_the_group() -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    world.remote.over(transfer_id, is_handed_over=True)
+    link.is_group_serving = False
+    world.remote.tick(0.1)
+    assert len(world.remote) == 1 and not link.cancelled, "its worker may live and write"
+
+
 def test_an_output_that_leaves_ends_its_prefill() -> None:
     link = FakeLink(PREFILL)
     world = World(link)

@@ -123,11 +123,16 @@ class RemotePrefills:
         del self._prefills[transfer_id]
         if found.decode.is_connected:
             found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
-        if found.is_begun and not found.is_sending and found.prefill.is_connected:
-            found.prefill.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
+        self._cancel(found)
 
     def tick(self, now: float) -> None:
-        """Renews the leases of prefills that go on, of all at one scheduler by one frame. Call every 0.1 s or so."""
+        """Gives up prefills whose group is lost, and renews the leases of those that go on, of all at one scheduler by
+        one frame. Call every 0.1 s or so."""
+        for transfer_id, found in tuple(self._prefills.items()):
+            if found.is_begun and not found.is_sending and not found.prefill.is_group_serving:
+                # The scheduler would begin anew with its next worker: that takes longer to load than any prompt.
+                self._cancel(found)
+                self._give_up(transfer_id, found, is_known=True)
         if not self._prefills or now - self._renewed < _RENEW_S:
             return
         self._renewed = now
@@ -137,6 +142,12 @@ class RemotePrefills:
                 del self._prefills[transfer_id]
             elif found.is_begun and not found.is_sending:
                 found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, lease_ms=_LEASE_MS))
+
+    def _cancel(self, found: _Prefill) -> None:
+        """Ends the prefill where it runs."""
+        output = found.output
+        if found.is_begun and not found.is_sending and found.prefill.is_connected:
+            found.prefill.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
 
     def _give_up(self, transfer_id: str, found: _Prefill, *, is_known: bool) -> None:
         """The decode side computes the prompt. is_known: it still waits for KV."""

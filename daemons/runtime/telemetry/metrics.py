@@ -304,6 +304,9 @@ class Metrics:
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
         )
+        self.kv_staging_bytes = make.gauge(
+            "radixmesh_kv_staging_bytes", "worker", "Bytes of KV transfers that are on their way, or quarantined."
+        )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."
         )

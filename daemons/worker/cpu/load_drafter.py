@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,7 +46,7 @@ def load_model_drafter(speculation: Speculation, runner: CpuRunner, model: Path,
         group=LocalGroup(),
         max_total_len=runner.max_total_len,
     )
-    with torch.inference_mode():
+    with torch.inference_mode(), _fitting(speculation):
         network: DraftModel
         if speculation.algorithm is SpeculativeAlgorithm.STANDALONE:
             network = _load_standalone(speculation, runner, model, placement)
@@ -100,6 +102,23 @@ def _load_standalone(speculation: Speculation, runner: CpuRunner, target: Path, 
         if of_draft != of_target:
             raise _no_drafter(folder, f"has another vocabulary than {target.name}, so its ids mean other texts")
     return StandaloneModel(model, runner.vocab_size)
+
+
+@contextmanager
+def _fitting(speculation: Speculation) -> Iterator[None]:
+    """Turns torch's failure to allocate into INVALID_ARGUMENT, which says what takes the memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        of = "" if speculation.draft_model is None else f" of {speculation.draft_model}"
+        raise MeshError(
+            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+            f"--speculative-algorithm {speculation.algorithm}: the network{of} and its KV do not fit in memory: set "
+            f"fewer --num-pages, or check the sizes in its config.json ({error})",
+            {"field": "speculative_algorithm"},
+        ) from error
 
 
 def _no_drafter(folder: Path, what: str) -> MeshError:

@@ -105,6 +105,13 @@ class ModelDrafter(Drafter):
             self._features_SF[to] = self._features_SF[since]
 
     @torch.inference_mode()
+    def received(self, indexes: IntArray) -> None:
+        # Hidden states do not travel with KV: without this the network would draft from those of an earlier request.
+        self._is_fresh[indexes] = False
+        if self._features_SF is not None:
+            self._features_SF[torch.from_numpy(indexes.astype(np.int64))] = 0
+
+    @torch.inference_mode()
     def cleared(self) -> None:
         self._pool.clear()
         self._is_fresh[:] = False

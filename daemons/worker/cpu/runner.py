@@ -181,6 +181,8 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         self.pool.write_tokens(torch.from_numpy(indexes.astype(np.int64)), torch.from_numpy(data))
+        if self._drafter is not None:
+            self._drafter.received(indexes)
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -62,6 +62,7 @@ class GrpcTransport(KvTransport):
                 request.offset, request.data = offset, memory[offset : offset + WRITE_BYTES].tobytes()
                 await self._written(call, request)
                 request = worker_pb2.WriteTransferRequest()
+            await self._before_last_word()
             request.checksum = await asyncio.to_thread(checksum_of, memory)
             request.last_word = worker_pb2.TRANSFER_LAST_WORD_DONE
             await self._written(call, request)
@@ -79,6 +80,9 @@ class GrpcTransport(KvTransport):
             metadata = trailing or grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
         raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the worker ended the transfer without an answer")
+
+    async def _before_last_word(self) -> None:
+        """All data is written."""
 
     async def _written(
         self,

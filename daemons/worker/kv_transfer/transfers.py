@@ -147,7 +147,7 @@ class KvTransfers:
         stamp, skipped = _key_of(region).stamp(), request.first_token % executor.limits.page_size
         tokens = range(skipped, skipped + request.num_tokens)
         try:
-            await self._run(lambda: gather(executor, pages, generations, tokens, memory, stamp))
+            await self._to_the_end(lambda: gather(executor, pages, generations, tokens, memory, stamp))
         except BaseException:
             emission.abort()
             self.staging.give_back(memory)
@@ -208,7 +208,7 @@ class KvTransfers:
             outcome = scatter(executor, target, memory, region.key.stamp())
 
         try:
-            await self._run(job)
+            await self._to_the_end(job)
         finally:
             self.receiver.scattered(region, outcome)
         return region.reception.failure
@@ -241,6 +241,16 @@ class KvTransfers:
         """Nothing is sent any more."""
         for task in (*self._sending, *((self._ticking,) if self._ticking is not None else ())):
             task.cancel()
+
+    async def _to_the_end(self, job: Callable[[], object]) -> None:
+        """Runs a job on the step thread. Cancelled, as when the scheduler dies, it waits for the job all the same: that
+        reads or writes staging memory, which would be another transfer's."""
+        running = asyncio.ensure_future(self._run(job))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait((running,))
+            raise
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""

@@ -10,6 +10,9 @@ With a probability: sampled anew for every step.
   reorder    the result is sent after its successor, or after MS (default 100) if none comes
   vanish     the stream ends with UNAVAILABLE instead of the result
   hang       nothing is sent on this stream any more; it stays open
+
+Others hold a KV transfer for MS in the phase that they name; STEP counts the transfers that come to it, from 1 on:
+reserved, written, scattering, validated on the decode side, writing on the prefill side (see held_transfers).
 """
 
 from __future__ import annotations
@@ -32,9 +35,15 @@ class FaultKind(StrEnum):
     REORDER = "reorder"
     VANISH = "vanish"
     HANG = "hang"
+    RESERVED = "reserved"
+    WRITING = "writing"
+    WRITTEN = "written"
+    SCATTERING = "scattering"
+    VALIDATED = "validated"
 
 
 _OF_PLANS = (FaultKind.REFUSE, FaultKind.DIE)
+_OF_RESULTS = (FaultKind.DELAY, FaultKind.DUPLICATE, FaultKind.REORDER, FaultKind.VANISH, FaultKind.HANG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +74,8 @@ class Fault:
 
 
 class FaultInjector:
-    """Decides which fault hits a step. Asked once for every plan (refuse, die) and for every result (the others)."""
+    """Decides which fault hits a step. Asked once for every plan (refuse, die), for every result, and whenever a
+    transfer has come to a phase."""
 
     def __init__(self, faults: Sequence[Fault] = (), seed: int = 0) -> None:
         self._faults = list(faults)
@@ -73,18 +83,22 @@ class FaultInjector:
 
     def strikes(self, step_id: int) -> FaultKind | None:
         """The fault of this plan, which runs instead of its step: REFUSE, DIE, or nothing."""
-        fault = self._next(step_id, of_plans=True)
+        fault = self._next(step_id, _OF_PLANS)
         return None if fault is None else fault.kind
 
     def hit(self, step_id: int) -> Fault | None:
         """The fault for this step's result, None for none."""
-        return self._next(step_id, of_plans=False)
+        return self._next(step_id, _OF_RESULTS)
 
-    def _next(self, step_id: int, *, of_plans: bool) -> Fault | None:
+    def holds(self, phase: FaultKind, number: int) -> Fault | None:
+        """The fault that holds this transfer, None for none. number: of transfers in that phase, from 1 on."""
+        return self._next(number, (phase,))
+
+    def _next(self, number: int, kinds: tuple[FaultKind, ...]) -> Fault | None:
         for fault in self._faults:
-            if (fault.kind in _OF_PLANS) is not of_plans:
+            if fault.kind not in kinds:
                 continue
-            if fault.step == step_id:
+            if fault.step == number:
                 self._faults.remove(fault)
                 return fault
             if fault.step is None and self._random.random() < fault.probability:

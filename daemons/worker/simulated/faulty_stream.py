@@ -67,8 +67,8 @@ class FaultyStream(ResultStream):
                 raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "vanished on demand", {"daemon": "worker"})
             case FaultKind.HANG:
                 await asyncio.Event().wait()
-            case FaultKind.REFUSE:
-                raise AssertionError("plans are refused where they come in")
+            case _:
+                raise AssertionError(f"{fault.kind} is no fault of a result")
 
     async def _flush_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -43,7 +43,7 @@ class Drafter(ABC):
     """Proposes continuations of rows. Used by one thread.
 
     One that keeps something of tokens, in pages of its own beside the target's, is told on the CPU what happens to
-    those: `admitted`, `computed`, `copied` and `cleared`, in the order in which it happens to the target's.
+    those: `admitted`, `computed`, `copied`, `received` and `cleared`, in the order in which it happens to the target's.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -67,6 +67,10 @@ class Drafter(ABC):
 
     def copied(self, source: int, target: int, num_tokens: int) -> None:
         """The first tokens of a page are on another page too. Default: nothing is kept."""
+        return
+
+    def received(self, indexes: IntArray) -> None:
+        """KV that another process computed is on these tokens of the pool now. Default: nothing is kept."""
         return
 
     def cleared(self) -> None:
@@ -106,6 +110,9 @@ class ByGrammar(Drafter):
 
     def copied(self, source: int, target: int, num_tokens: int) -> None:
         self._free.copied(source, target, num_tokens)
+
+    def received(self, indexes: IntArray) -> None:
+        self._free.received(indexes)
 
     def cleared(self) -> None:
         self._free.cleared()

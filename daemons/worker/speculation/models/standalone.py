@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
@@ -26,7 +28,9 @@ class StandaloneModel(DraftModel):
         raise AssertionError("a model of its own is fed tokens alone")
 
     def forward(self, batch: ModelBatch, features_TF: torch.Tensor | None) -> torch.Tensor:
-        return self._model.forward(batch)
+        # The target may have ids that this model has no embedding for, and a prompt may name them.
+        known_T = torch.where(batch.ids_T < self._model.vocab_size, batch.ids_T, 0)
+        return self._model.forward(replace(batch, ids_T=known_T))
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         return in_vocabulary(self._model.logits(output, self._tiles), self._vocab_size)

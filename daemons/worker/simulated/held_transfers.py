@@ -1,0 +1,96 @@
+"""KV transfers that wait on demand where a fault says so: tests lose daemons, and time, in each phase of a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.kv_transfer.staging import ByteArray
+from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
+from radixmesh.daemons.worker.result_stream import ResultStream, Send
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.service import WorkerService
+from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+
+class TransferHolds:
+    """Decides whether a transfer waits, by how many have come to that phase in this process, from 1 on."""
+
+    def __init__(self, faults: FaultInjector) -> None:
+        self._faults = faults
+        self._counts: Counter[FaultKind] = Counter()
+
+    async def wait(self, phase: FaultKind) -> None:
+        """Returns when a transfer in this phase may go on."""
+        if seconds := self._seconds(phase):
+            await asyncio.sleep(seconds)
+            log.info("transfer_released", phase=phase.value)
+
+    def block(self, phase: FaultKind) -> None:
+        """As wait(), on the step thread: nothing else runs there."""
+        if seconds := self._seconds(phase):
+            time.sleep(seconds)
+            log.info("transfer_released", phase=phase.value)
+
+    def _seconds(self, phase: FaultKind) -> float:
+        self._counts[phase] += 1
+        fault = self._faults.holds(phase, self._counts[phase])
+        if fault is None:
+            return 0.0
+        log.info("transfer_held", phase=phase.value, number=self._counts[phase], ms=fault.ms)
+        return fault.ms / 1000.0
+
+
+class HeldTransport(GrpcTransport):
+    """WRITING: all data is sent, the last word is not."""
+
+    def __init__(self, holds: TransferHolds, tls: TlsFiles | None = None) -> None:
+        super().__init__(tls)
+        self._holds = holds
+
+    async def _before_last_word(self) -> None:
+        await self._holds.wait(FaultKind.WRITING)
+
+
+class HeldService(WorkerService):
+    """RESERVED: the region is there, its scheduler is not told yet. WRITTEN: before the commit. VALIDATED: before its
+    answer."""
+
+    def __init__(self, core: WorkerCore, open_stream: Callable[[Send], ResultStream], holds: TransferHolds) -> None:
+        super().__init__(core, open_stream)
+        self._holds = holds
+
+    async def PrepareTransfer(
+        self, request: worker_pb2.PrepareTransferRequest, context: object
+    ) -> worker_pb2.PrepareTransferResponse:
+        answer = await super().PrepareTransfer(request, context)
+        await self._holds.wait(FaultKind.RESERVED)
+        return answer
+
+    async def CommitTransfer(
+        self, request: worker_pb2.CommitTransferRequest, context: object
+    ) -> worker_pb2.CommitTransferResponse:
+        await self._holds.wait(FaultKind.WRITTEN)
+        answer = await super().CommitTransfer(request, context)
+        await self._holds.wait(FaultKind.VALIDATED)
+        return answer
+
+
+def hold_scatters(runner: ModelRunner, holds: TransferHolds) -> None:
+    """SCATTERING: KV is in the pages, the stamps are not looked at yet."""
+    write_kv = runner.write_kv
+
+    def write_and_wait(indexes: IntArray, data: ByteArray) -> None:
+        write_kv(indexes, data)
+        holds.block(FaultKind.SCATTERING)
+
+    runner.write_kv = write_and_wait  # type: ignore[method-assign]

@@ -1,0 +1,177 @@
+"""Every daemon of compose/pd.yml killed and stopped in every phase of a KV transfer: no output fails or changes.
+
+Transfers wait in each phase (`--faults`): it is there when the log of a worker, or the state of a scheduler, says
+so. Workers are simulated: their tokens depend on the KV that is read, and the answers are those of one group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import pytest
+from support.jobs import Job, simulated_jobs
+from support.mesh import Mesh, running_mesh
+from support.stream_load import StreamLoad
+from support.wire import metrics_of
+
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+SEED = 22
+TIMEOUT_S = 90.0
+NUM_STREAMS = 3
+HOLD_MS = 700
+SCHEDULERS, WORKERS = ("scheduler", "scheduler-prefill"), ("worker", "worker-prefill")
+DAEMONS = (*WORKERS, *SCHEDULERS, "router")
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+# The worker whose log says that a transfer waits.
+HELD = {
+    "reserved": "worker",
+    "writing": "worker-prefill",
+    "written": "worker",
+    "scattering": "worker",
+    "validated": "worker",
+}
+PHASES = ("reserved", "prefilling", "writing", "written", "scattering", "validated", "decoding")
+
+
+class Cell(NamedTuple):
+    service: str
+    number: signal.Signals
+    phase: str
+
+
+@asynccontextmanager
+async def held_mesh() -> AsyncIterator[Mesh]:
+    """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases."""
+    common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100"}
+    holds = {name: [f"{phase}%1:{HOLD_MS}" for phase, at in HELD.items() if at == name] for name in WORKERS}
+    slow = {"simulated_base_us": 100_000.0, "max_tokens_per_step": 32}
+    services = {
+        "worker-prefill": {**common, **slow, "faults": ",".join(holds["worker-prefill"])},
+        "scheduler-prefill": {"check_invariants": "true"},
+    }
+    worker = {**common, "simulated_base_us": 8_000.0, "faults": ",".join(holds["worker"])}
+    async with running_mesh("pd", worker=worker, services=services) as mesh:
+        yield mesh
+
+
+def jobs_of(seed: int) -> list[Job]:
+    """Prompts that no cache has."""
+    jobs = [job for job in simulated_jobs(40, num_tokens=200, seed=seed) if len(job.prompt or "") >= 100]
+    return [job for job in jobs if not isinstance(job.prompt, str)][: 3 * NUM_STREAMS]
+
+
+async def state_of(mesh: Mesh, service: str) -> scheduler_pb2.GetStateResponse:
+    async with open_channel(mesh.cluster.address(service)) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=60)
+
+
+async def reach(mesh: Mesh, load: StreamLoad, phase: str, before: frozenset[str], began: float) -> None:
+    """Returns when a transfer is in that phase. before: lines of the worker's log that are older."""
+    async with asyncio.timeout(TIMEOUT_S):
+        if phase == "decoding":
+            await load.all_progressed(began, TIMEOUT_S)
+            return
+        mark = f'"phase":"{phase}"'
+        while True:
+            if phase == "prefilling":
+                load_of_prefill = (await state_of(mesh, "scheduler-prefill")).load
+                is_there = load_of_prefill.num_running > 0
+            else:
+                lines = set(mesh.cluster.recent_lines(HELD[phase])) - before
+                is_there = any("transfer_held" in line and mark in line.replace(" ", "") for line in lines)
+            if is_there:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def nothing_is_left(mesh: Mesh) -> None:
+    """No page is lent, lost or in doubt, and no staging is used or quarantined."""
+    async with asyncio.timeout(TIMEOUT_S):
+        for service in SCHEDULERS:
+            while True:
+                state = await state_of(mesh, service)
+                assert not state.num_page_violations and not state.quarantined_pages
+                load = state.load
+                is_idle = not (load.num_running or load.num_waiting or state.num_kv_arriving)
+                if is_idle and load.free_pages + load.cached_pages == load.total_pages:
+                    break
+                await asyncio.sleep(0.05)
+        for service in WORKERS:
+            address = mesh.cluster.address(service, 1, 9100)
+            while (await metrics_of(address))["radixmesh_kv_staging_bytes"]:
+                await asyncio.sleep(0.05)
+
+
+async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
+    """Longest stall of a stream in seconds."""
+    before = frozenset(mesh.cluster.recent_lines(HELD.get(cell.phase, "worker")))
+    restarts = mesh.cluster.status(cell.service).restarts
+
+    def is_back(status: ProcessStatus) -> bool:
+        return status.restarts > restarts and status.state is ProcessState.HEALTHY
+
+    began = time.monotonic()
+    async with StreamLoad(mesh.client, jobs_of(seed), num_streams=NUM_STREAMS) as load:
+        await reach(mesh, load, cell.phase, before, began)
+        killed = time.monotonic()
+        assert mesh.cluster.kill(cell.service, 1, cell.number), f"{cell.service} does not run"
+        async with asyncio.timeout(TIMEOUT_S):
+            await mesh.cluster.wait_until(cell.service, is_back)
+        await load.all_progressed(time.monotonic(), TIMEOUT_S)
+        stall = load.longest_gap(killed)
+    assert load.failures == [], (cell, load.failures[:3])
+    assert load.num_completed >= NUM_STREAMS, cell
+    await nothing_is_left(mesh)
+    assert mesh.bugs == [], cell
+    return stall
+
+
+async def run_cells(cells: Sequence[Cell]) -> None:
+    async with held_mesh() as mesh:
+        for index, cell in enumerate(cells):
+            stall = await run_cell(mesh, cell, SEED + index)
+            print(f"{cell.service} {cell.number.name} {cell.phase}: longest stall {stall:.2f} s", flush=True)
+        # KV did come over: the answers alone would not show it.
+        await serve_one(mesh)
+
+
+async def serve_one(mesh: Mesh) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        for seed in itertools.count(1_000):
+            before = (await state_of(mesh, "scheduler")).num_kv_arrived
+            (job, *_) = jobs_of(seed)
+            assert await job.run(mesh.client) == job.answers
+            if (await state_of(mesh, "scheduler")).num_kv_arrived > before:
+                return
+
+
+@pytest.mark.timeout(240)
+async def test_daemons_that_die_in_the_middle_of_a_transfer() -> None:
+    await run_cells(
+        [
+            Cell("worker-prefill", KILL, "writing"),
+            Cell("worker", KILL, "scattering"),
+            Cell("scheduler", KILL, "written"),
+        ]
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["sigkill", "sigstop"])
+@pytest.mark.parametrize("services", [WORKERS, SCHEDULERS, ("router",)], ids=["workers", "schedulers", "router"])
+async def test_every_daemon_in_every_phase(number: signal.Signals, services: tuple[str, ...]) -> None:
+    cells = [Cell(service, number, phase) for service in services for phase in PHASES]
+    random.Random(SEED).shuffle(cells)
+    await run_cells(cells)
