@@ -141,7 +141,7 @@ class TransferReceiver:
         reception = region.reception
         # Each byte once: a writer that repeats itself would look like progress for ever.
         most = min(region.num_bytes - offset, region.num_bytes - region.num_written)
-        if reception.may_write(writer) and not (0 <= offset and len(data) <= most):
+        if reception.may_write(writer) and not (offset >= 0 and len(data) <= most):
             reception.bad_write(writer)
             self._settle(region)
         if not reception.may_write(writer):
