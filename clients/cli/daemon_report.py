@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import grpc
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from grpc_health.v1 import health_pb2
 
 from radixmesh.cli.access import Access, access_from_environment
@@ -75,7 +76,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=timeout_s)
     load = state.load
-    group = scheduler_pb2.GroupState.Name(load.group).removeprefix("GROUP_STATE_").lower()
+    group = _label(scheduler_pb2.GroupState, load.group, "GROUP_STATE_")
     pages = f"pages {load.free_pages} free {load.cached_pages} cached of {load.total_pages}"
     parts = [f"group {group}", f"{load.num_running} running {load.num_waiting} waiting", pages]
     if state.quarantined_pages:
@@ -83,7 +84,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
     if state.expert_balancedness:
         placed = f" ({state.num_expert_placements} placements)" if state.num_expert_placements else ""
         parts.append(f"experts balanced {state.expert_balancedness:.2f}{placed}")
-    role = scheduler_pb2.SchedulerRole.Name(state.hello.role).removeprefix("SCHEDULER_ROLE_").lower()
+    role = _label(scheduler_pb2.SchedulerRole, state.hello.role, "SCHEDULER_ROLE_")
     if state.hello.role:
         counts = f"{state.num_kv_handed_over} handed over" if role == "prefill" else f"{state.num_kv_arrived} arrived"
         parts.append(f"{role}, KV {counts}, {state.num_kv_arriving} arriving, {state.num_kv_failed} failed")
@@ -105,6 +106,11 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         "kv_arriving": state.num_kv_arriving,
     }
     return _Answer(load.epoch, ", ".join(parts), figures)
+
+
+def _label(enum: EnumTypeWrapper, number: int, prefix: str) -> str:
+    """Name of an enum's value; its number, where a newer daemon sends one that has no name here."""
+    return enum.Name(number).removeprefix(prefix).lower() if number in enum.values() else str(number)
 
 
 async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:

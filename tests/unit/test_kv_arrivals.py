@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_world import World
@@ -91,3 +92,21 @@ def test_calls_of_an_epoch_before_change_nothing() -> None:
     arrivals.committed(state, arrival, is_valid=False, are_pages_sound=False)
     arrivals.failed(state, arrival)
     assert not len(arrivals) and not arrivals.take_failed()
+
+
+@pytest.mark.parametrize("is_arrived", [False, True])
+def test_a_flush_does_not_wait_for_transfers_whose_requests_wait_for_the_flush(is_arrived: bool) -> None:
+    world = World(page_size=1, num_pages=64)
+    planner, arrivals = world.planner, world.planner.arrivals
+    state = planner.state
+    assert state is not None
+    arrival = arrivals.reserve(state, "t", as_ints(range(3, 20)), "", 60.0, 1, 0.0)
+    assert arrival is not None and arrivals.prepared(arrival)
+    assert arrivals.written(state, arrival), "a commit that runs"
+    wish = planner.flush.wish()
+    assert planner.plan(0.0) is None, "its pages are being written"
+    arrivals.committed(state, arrival, is_valid=is_arrived)
+    plan = planner.plan(0.0)
+    assert plan is not None and plan.barrier_ops, "nothing else runs"
+    assert not len(arrivals) and state.num_available == state.num_pages
+    assert wish in planner.flush._planned

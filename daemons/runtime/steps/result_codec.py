@@ -10,6 +10,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints, pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.field_checks import check_lengths, ids_from
 from radixmesh.daemons.runtime.steps.forward_shape import missing_field
 from radixmesh.daemons.runtime.steps.step import (
     MAX_PINNED_TRANSFERS,
@@ -22,7 +23,6 @@ from radixmesh.daemons.runtime.steps.step import (
     StepResult,
     TokenLogprobs,
 )
-from radixmesh.daemons.runtime.steps.step_codec import check_lengths, ids_from
 from radixmesh.worker.v1 import worker_pb2
 
 

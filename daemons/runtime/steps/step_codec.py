@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
+from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
+from radixmesh.daemons.runtime.steps.field_checks import check_at_least, check_int32, check_lengths, ids_from
 from radixmesh.daemons.runtime.steps.forward_shape import DISPATCH_MODES, DISPATCH_TO_PROTO, check_shape, missing_field
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import (
@@ -30,7 +31,6 @@ from radixmesh.daemons.runtime.steps.step import (
 )
 from radixmesh.worker.v1 import worker_pb2
 
-_MAX_INT32 = 2**31 - 1
 TASK_TO_PROTO = {
     Task.GENERATE: common_pb2.TASK_GENERATE,
     Task.EMBED: common_pb2.TASK_EMBED,
@@ -123,24 +123,6 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         max_tokens_per_rank=header.shape.max_tokens_per_rank,
         dispatch=DISPATCH_MODES[header.shape.dispatch],
     )
-
-
-def ids_from(data: bytes, field: str, least: int = 0) -> IntArray:
-    """int32 array of values >= `least`. Raises MALFORMED_MESSAGE or INVALID_ARGUMENT, naming `field`."""
-    values = unpack_ints(data, field)
-    if len(values) and values.min() < least:
-        position = int(np.argmax(values < least))
-        message = f"{field}[{position}] is {values[position]}: values start at {least}"
-        raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field, "min": str(least)})
-    return values
-
-
-def check_lengths(field: str, lengths: Sequence[int]) -> None:
-    """Raises MALFORMED_MESSAGE unless all lengths are equal."""
-    if len(set(lengths)) > 1:
-        counted = " and ".join(str(length) for length in lengths)
-        message = f"the arrays of {field} hold {counted} values: they belong together and need the same length"
-        raise MeshError(common_pb2.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": field})
 
 
 def _fill_plan(message: worker_pb2.StepPlan, plan: StepPlan, num_ranks: int, slots_per_rank: int) -> None:
@@ -249,10 +231,10 @@ def _admit(message: worker_pb2.Admit) -> Admit:
     sampling = sampling_from_proto(message.sampling)
     if sampling.seed is None and not sampling.is_greedy:
         raise missing_field("admits.sampling.seed")
-    _check_at_least("admits.slot", message.slot, 0)
-    _check_at_least("admits.generation", message.generation, 1)
+    check_at_least("admits.slot", message.slot, 0)
+    check_at_least("admits.generation", message.generation, 1)
     for name in _UINT32_FIELDS:
-        _check_int32(f"admits.{name}", getattr(message, name))
+        check_int32(f"admits.{name}", getattr(message, name))
     pages = ids_from(message.cached_pages, "admits.cached_pages")
     generations = ids_from(message.cached_page_generations, "admits.cached_page_generations")
     check_lengths("admits.cached_pages", (len(pages), len(generations)))
@@ -341,21 +323,3 @@ def _columns(field: str, columns: Sequence[tuple[str, bytes, int]]) -> Iterable[
     arrays = [ids_from(data, f"{field}.{name}", least) for name, data, least in columns]
     check_lengths(field, [len(array) for array in arrays])
     return zip(*(array.tolist() for array in arrays), strict=True)
-
-
-def _check_at_least(field: str, value: int, least: int) -> None:
-    if value < least:
-        raise MeshError(
-            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
-            f"{field} is {value}: values start at {least}",
-            {"field": field, "min": str(least)},
-        )
-
-
-def _check_int32(field: str, value: int) -> None:
-    if value > _MAX_INT32:
-        raise MeshError(
-            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
-            f"{field} is {value}: lengths end at {_MAX_INT32}",
-            {"field": field, "max": str(_MAX_INT32)},
-        )

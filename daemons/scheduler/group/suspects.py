@@ -71,6 +71,14 @@ class PoisonIsolation:
         self._loss: _Loss | None = None
         """The last loss, until it is counted."""
 
+    def epoch_ended(self, state: EpochState, refused_step: int, error: MeshError | None) -> list[PoisonRequest]:
+        """An epoch ends by `error`, if that is known: the group refused a step, or is lost (0)."""
+        # A step that raised ends its worker: that is a death, whoever was admitted in it.
+        if refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED):
+            return self.refused(state, refused_step, error)
+        self.lost(state, error)
+        return []
+
     def refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[PoisonRequest]:
         """An epoch ends since the group refused a step with `error`."""
         plans = (step.plan for step in state.in_flight.steps() if step.plan.step_id == step_id)

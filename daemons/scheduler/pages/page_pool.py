@@ -117,8 +117,10 @@ class PagePool:
         """Pages that were filled become the prefix cache's."""
         self._move(pages, TRANSITIONS["end_load"])
 
-    def drop_load(self, pages: IntArray) -> None:
-        """Pages that were to be filled become free."""
+    def drop_load(self, pages: IntArray, *, was_granted: bool = True) -> None:
+        """Pages that were to be filled become free. was_granted: the worker has counted the grant too."""
+        if not was_granted:
+            self.generations[pages] -= 1
         self._push(self._move(pages, TRANSITIONS["drop_load"]))
 
     def quarantine(self, pages: IntArray) -> None:

@@ -153,9 +153,9 @@ class SlotPages:
         self.pool.end_load(all_pages[max(num_held, num_known) :])
         return match
 
-    def drop_load(self, pages: IntArray) -> None:
-        """No KV is in these pages that anybody may read."""
-        self.pool.drop_load(pages)
+    def drop_load(self, pages: IntArray, *, was_granted: bool = True) -> None:
+        """No KV is in these pages that anybody may read. was_granted: the worker has counted the grant too."""
+        self.pool.drop_load(pages, was_granted=was_granted)
 
     def _evict(self, pages: IntArray) -> int:
         """Pages that the cache has just given up are free."""

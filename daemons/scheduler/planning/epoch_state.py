@@ -18,7 +18,7 @@ from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
 from radixmesh.daemons.scheduler.planning.rank_placement import RecentPrefixes
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
-from radixmesh.daemons.scheduler.sequence import Sequence
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 
 class EpochState:
@@ -113,6 +113,15 @@ class EpochState:
         self.releases.append(Release(slot=sequence.slot, generation=sequence.generation))
         self.pages_of(sequence.slot).leave(sequence)
         self.decode_set.freed()
+
+    def end(self) -> list[Sequence]:
+        """The epoch is over: its requests, which wait again with all their tokens in their outputs."""
+        self.table.settle_all()
+        sequences = [*self.table.running(), *self.retracting.values()]
+        for sequence in sequences:
+            sequence.slot = -1
+            sequence.lifecycle = Lifecycle.WAITING
+        return sequences
 
     def settle(self, sequence: Sequence) -> None:
         """Brings all tokens of a live request into its output."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as PySequence
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
@@ -32,13 +31,13 @@ from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
-from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
+from radixmesh.daemons.scheduler.queue.deadlines import Deadlines, deadline_error
 from radixmesh.daemons.scheduler.queue.intake import Intake, aborted_error
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
 from radixmesh.daemons.scheduler.queue.validation import check_submission
-from radixmesh.daemons.scheduler.results.joined_results import joined
+from radixmesh.daemons.scheduler.results.joined_results import joined_in
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
@@ -197,9 +196,8 @@ class Planner:
         self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         self.experts.begin_epoch(epoch, group.experts, group.barrier_ops)
-        limits = settings.prefill_limits(group)
         self.prefill = Prefill(
-            limits,
+            settings.prefill_limits(group),
             self.queue,
             self._decode_reserve,
             self.counters,
@@ -232,15 +230,8 @@ class Planner:
         self.grammars.begin_epoch()
         self.arrivals.begin_epoch()
         self.handovers.begin_epoch()
-        # A step that raised ends its worker: that is a death, whoever was admitted in it.
-        is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
-        poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
-        if not is_refusal:
-            self._poison.lost(state, error)
-        state.table.settle_all()
-        for sequence in (*state.table.running(), *state.retracting.values()):
-            sequence.slot = -1
-            sequence.lifecycle = Lifecycle.WAITING
+        poisonous = self._poison.epoch_ended(state, refused_step, error)
+        for sequence in state.end():
             self.queue.push(sequence)
         for sequence, reason in poisonous:
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
@@ -268,8 +259,10 @@ class Planner:
         self.arrivals.pass_time(state, now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
-        if self.flush.is_wanted and not len(self.arrivals) and self.flush.may_run(state):
-            return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
+        if self.flush.is_wanted:
+            self.arrivals.give_up(state)
+            if not len(self.arrivals) and self.flush.may_run(state):
+                return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
         state.is_decode_set_unsent |= state.decode_set.update()
@@ -297,15 +290,7 @@ class Planner:
 
         Raises PROTOCOL_VIOLATION as process(). Pages whose transfers are over can be granted again.
         """
-        state = self._state
-        if state is None or results[0].epoch != state.epoch:
-            return results[0]
-        for rank, result in enumerate(results):
-            if result.released_transfers:
-                self.end_lease(state.ranks[rank].leases.end(result.released_transfers), rank)
-        if len(results) == 1 or state.in_flight.oldest is None:
-            return results[0]
-        return joined(results, state.in_flight.oldest, state.table.slots_per_rank)
+        return results[0] if self._state is None else joined_in(self._state, results)
 
     def process(self, result: StepResult) -> Outputs:
         """Takes a result and returns take_outputs(). Results of other epochs are dropped.
@@ -329,8 +314,7 @@ class Planner:
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
         if step.num_tokens and device_us > 0:
             self.estimate.observe(step.num_tokens, device_us)
-        is_strict = self._settings.check_invariants
-        check_pages(state, self.counters, is_strict=is_strict, retract=self._retraction.leave)
+        check_pages(state, self.counters, is_strict=self._settings.check_invariants, retract=self._retraction.leave)
         return self.take_outputs()
 
     # -- inside
@@ -357,9 +341,7 @@ class Planner:
 
     def _expire(self, now: float) -> None:
         for sequence in self.deadlines.due(now):
-            message = "the request's deadline passed: allow more time, or fewer tokens"
-            error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
-            self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
+            self._finish(sequence, SequenceEnd(FinishReason.ERROR), deadline_error())
 
     def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
         enter_in_flight(state, plan, draft, now)

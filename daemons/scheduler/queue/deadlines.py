@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 
@@ -42,3 +44,9 @@ class Deadlines:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+
+def deadline_error() -> MeshError:
+    """The error of a request that was due."""
+    message = "the request's deadline passed: allow more time, or fewer tokens"
+    return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)

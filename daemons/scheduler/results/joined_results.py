@@ -12,7 +12,23 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
 from radixmesh.daemons.scheduler.group.rank_results import summed_loads
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
+
+
+def joined_in(state: EpochState, results: Sequence[StepResult]) -> StepResult:
+    """As `joined`, of the oldest step in flight; a result that is no answer to one comes back as it is.
+
+    Pages whose transfers are over can be granted again.
+    """
+    if results[0].epoch != state.epoch:
+        return results[0]
+    for pages, result in zip(state.ranks, results, strict=False):
+        if result.released_transfers:
+            pages.end_lease(pages.leases.end(result.released_transfers))
+    if len(results) == 1 or state.in_flight.oldest is None:
+        return results[0]
+    return joined(results, state.in_flight.oldest, state.table.slots_per_rank)
 
 
 def joined(results: Sequence[StepResult], step: PlannedStep, slots_per_rank: int) -> StepResult:

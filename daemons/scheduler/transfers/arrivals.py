@@ -196,8 +196,17 @@ class KvArrivals:
         arrival.pages = state.pages.begin_load(num)
         return True
 
-    def committed(self, state: EpochState, arrival: Arrival, *, is_valid: bool, are_pages_sound: bool = True) -> None:
-        """The workers have scattered it, or not. are_pages_sound: the generations of the pages are what we count."""
+    def committed(
+        self,
+        state: EpochState,
+        arrival: Arrival,
+        *,
+        is_valid: bool,
+        are_pages_sound: bool = True,
+        was_granted: bool = True,
+    ) -> None:
+        """The workers have scattered it, or not. was_granted: they have counted the grant of the pages.
+        are_pages_sound: each of them, or none."""
         assert arrival.state is ArrivalState.COMMITTING, arrival.state
         if not self._is_known(arrival):
             return
@@ -211,7 +220,7 @@ class KvArrivals:
         # Those of unsound ones are granted here and perhaps not there: they stay out of use, as loading, until the next
         # epoch has read the generations.
         if are_pages_sound:
-            state.pages.drop_load(arrival.pages)
+            state.pages.drop_load(arrival.pages, was_granted=was_granted)
         arrival.state = ArrivalState.RESERVED
         self.failed(state, arrival)
 
@@ -224,6 +233,15 @@ class KvArrivals:
         self._failed.append(arrival)
         self._unpark(arrival)
         self._drop(state, arrival)
+
+    def give_up(self, state: EpochState) -> None:
+        """A flush is wanted: admission waits for it, and it for the locks of transfers. Commits that run are waited
+        for; the requests compute their prompts."""
+        for arrival in tuple(self._arrivals.values()):
+            if arrival.state is ArrivalState.ARRIVED:
+                self._drop(state, arrival)
+            else:
+                self.failed(state, arrival)
 
     def pass_time(self, state: EpochState, now: float) -> None:
         """Ends what takes too long, and lets go of what its request has taken. Call before each plan."""

@@ -90,6 +90,8 @@ class TransferCalls:
             async with asyncio.timeout(_TIMEOUT_S):
                 regions = await together([self._prepare(rank, arrival) for rank in self._stream.rank_streams])
             if not arrivals.prepared(arrival):
+                # Given up meanwhile: that abort may have come before the region.
+                await self._abort(arrival.transfer_id)
                 return
             target = KvTarget(
                 transfer_id=arrival.transfer_id,
@@ -137,33 +139,19 @@ class TransferCalls:
         raise _failed("the worker stopped watching the transfer")
 
     async def _commit(self, state: EpochState, arrival: Arrival) -> None:
-        held = arrival.held.pages
         is_valid = are_pages_sound = False
+        was_granted = True
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                answers = await together(
-                    [
-                        rank.transport.commit_transfer(
-                            worker_pb2.CommitTransferRequest(
-                                transfer_id=arrival.transfer_id,
-                                epoch=rank.epoch,
-                                instance_id=rank.instance_id,
-                                # Slots that were freed are released by the next plan.
-                                after_step=state.last_step_id + bool(state.releases),
-                                pages=pack_ints(arrival.pages),
-                                generations=pack_ints(state.pages.pool.generations[arrival.pages]),
-                                previous_page=int(held[-1]) if len(held) else -1,
-                                ids=pack_ints(arrival.ids[arrival.first_token :]),
-                                cache_namespace=arrival.cache_name,
-                            )
-                        )
-                        for rank in self._stream.rank_streams
-                    ]
-                )
-            is_valid = all(answer.state == worker_pb2.TRANSFER_STATE_VALIDATED for answer in answers)
-            are_pages_sound = is_valid or all(a.failure in (0, *_SCATTERED) for a in answers)
+                answers = await together([_committed(rank, state, arrival) for rank in self._stream.rank_streams])
+            is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
+            was_granted = any(a is not None for a in answers)
+            is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
+            are_pages_sound = is_valid or is_same or not was_granted
         finally:
-            self._planner.arrivals.committed(state, arrival, is_valid=is_valid, are_pages_sound=are_pages_sound)
+            self._planner.arrivals.committed(
+                state, arrival, is_valid=is_valid, are_pages_sound=are_pages_sound, was_granted=was_granted
+            )
 
     async def _renew(self) -> None:
         while ids := self._planner.arrivals.live_ids():
@@ -202,6 +190,32 @@ class TransferCalls:
         finally:
             self._planner.handovers.released(handover, self._planner.state)
             self._changed()
+
+
+async def _committed(
+    rank: WorkerStream, state: EpochState, arrival: Arrival
+) -> worker_pb2.CommitTransferResponse | None:
+    """None: the worker has not touched the pages, since the transfer was over before (its lease ran out)."""
+    held = arrival.held.pages
+    request = worker_pb2.CommitTransferRequest(
+        transfer_id=arrival.transfer_id,
+        epoch=rank.epoch,
+        instance_id=rank.instance_id,
+        # Slots that were freed are released by the next plan.
+        after_step=state.last_step_id + bool(state.releases),
+        pages=pack_ints(arrival.pages),
+        generations=pack_ints(state.pages.pool.generations[arrival.pages]),
+        previous_page=int(held[-1]) if len(held) else -1,
+        ids=pack_ints(arrival.ids[arrival.first_token :]),
+        cache_namespace=arrival.cache_name,
+    )
+    try:
+        return await rank.transport.commit_transfer(request)
+    except MeshError as error:
+        if error.reason != ErrorReason.ERROR_REASON_TRANSFER_FAILED:
+            raise
+        log.info("kv_not_committed", transfer=arrival.transfer_id, error=str(error))
+        return None
 
 
 def _start_of(rank: WorkerStream, handover: Handover, region: bytes, address: str) -> worker_pb2.StartTransferRequest:

@@ -23,17 +23,20 @@ NO_CHAIN = Chain((), ())
 def chain_behind(
     matcher: GrammarMatcher, vocabulary: GreedyTokens, tokens: Sequence[int], before: Chain, most: int, num_words: int
 ) -> Chain:
-    """At most so many forced tokens behind `tokens`, over which the matcher has gone. before: the chain ahead of them,
-    of which stays what they have not used up."""
+    """Forced tokens behind `tokens`, over which the matcher has gone. before: the chain ahead of them, of which stays
+    what they have not used up. most: tokens up to which more are looked for."""
     num = len(tokens)
     if before.masks and list(tokens) == list(before.forced[:num]):
         forced, masks = list(before.forced[num:]), list(before.masks[num:])
     else:
         forced, masks = [], [_filled(matcher, num_words)]
+    if len(forced) >= most:
+        return Chain(forced, masks)
     accepted = 0
     try:
         for known in forced:
-            assert matcher.accept(known), "it was accepted before"
+            is_accepted = matcher.accept(known)
+            assert is_accepted, "it was accepted before"
             accepted += 1
         while len(forced) < most:
             token = vocabulary.forced_by(masks[-1])

@@ -147,7 +147,7 @@ class KvTransfers:
         stamp, skipped = _key_of(region).stamp(), request.first_token % executor.limits.page_size
         tokens = range(skipped, skipped + request.num_tokens)
         try:
-            await self._run(lambda: gather(executor, pages, generations, tokens, memory, stamp))
+            await self._to_the_end(lambda: gather(executor, pages, generations, tokens, memory, stamp))
         except BaseException:
             emission.abort()
             self.staging.give_back(memory)
@@ -188,10 +188,14 @@ class KvTransfers:
         if len(target.pages) != len(target.generations) or len(target.ids) != region.num_tokens:
             message = f"pages, generations and ids are not those of {region.num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
-        async with asyncio.timeout(_AFTER_STEP_S):
-            while self._received_step() < request.after_step:
-                await asyncio.sleep(_POLL_S)
-                self._check_holder(request.epoch, request.instance_id)
+        try:
+            async with asyncio.timeout(_AFTER_STEP_S):
+                while self._received_step() < request.after_step:
+                    await asyncio.sleep(_POLL_S)
+                    self._check_holder(request.epoch, request.instance_id)
+        except TimeoutError as error:
+            message = f"step {request.after_step} did not come within {_AFTER_STEP_S:g} s: prefill again"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
         memory = region.memory
         if memory is None or region.key.epoch != request.epoch or not region.reception.begin_scatter():
             name = region.reception.state.name.lower()
@@ -204,7 +208,7 @@ class KvTransfers:
             outcome = scatter(executor, target, memory, region.key.stamp())
 
         try:
-            await self._run(job)
+            await self._to_the_end(job)
         finally:
             self.receiver.scattered(region, outcome)
         return region.reception.failure
@@ -223,6 +227,7 @@ class KvTransfers:
                     failure=int(reception.failure),  # type: ignore[arg-type]
                     num_bytes=region.num_written,
                 )
+                continue  # It may have changed while that was sent.
             if reception.is_over or state is ReceiveState.WRITTEN:
                 return
             await region.change()
@@ -236,6 +241,16 @@ class KvTransfers:
         """Nothing is sent any more."""
         for task in (*self._sending, *((self._ticking,) if self._ticking is not None else ())):
             task.cancel()
+
+    async def _to_the_end(self, job: Callable[[], object]) -> None:
+        """Runs a job on the step thread. Cancelled, as when the scheduler dies, it waits for the job all the same: that
+        reads or writes staging memory, which would be another transfer's."""
+        running = asyncio.ensure_future(self._run(job))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait((running,))
+            raise
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""
