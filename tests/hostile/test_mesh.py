@@ -48,6 +48,7 @@ _BUSY = 5.0
 _CALL_S = 60.0
 _TOO_LARGE_TO_SEND = 32 << 20
 _EMPTY_ELEMENTS = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+# WriteTransfer has none: its first message is what it attacks with.
 _HELLOS = {
     "Detokenize": detokenizer_pb2.DetokenizeRequest,
     "Serve": scheduler_pb2.ServeRequest,
@@ -93,9 +94,9 @@ async def answer_to(channel: grpc.aio.Channel, place: Place, raw: bytes) -> str 
         async with asyncio.timeout(_CALL_S):
             if place.rpc.is_stream:
                 call = channel.stream_stream(place.rpc.method)()
-                hello = _HELLOS[name](hello=make_hello("hostile", "router"))
                 try:
-                    await call.write(hello.SerializeToString())
+                    if name in _HELLOS:
+                        await call.write(_HELLOS[name](hello=make_hello("hostile", "router")).SerializeToString())
                     await call.write(raw)
                     await call.done_writing()
                 except (asyncio.InvalidStateError, grpc.aio.UsageError):

@@ -178,7 +178,9 @@ async def test_responses_whole_streamed_and_gone_on_from(http: httpx.AsyncClient
     assert went_on.output_text == known.choices[0].message.content
     assert went_on.usage is not None and went_on.usage.input_tokens == known.usage.prompt_tokens  # type: ignore[union-attr]
     # Instructions are each response's own.
-    first = await sdk.responses.create(model=NAME, input="Hi", instructions="Be brief.", max_output_tokens=4)
+    first = await sdk.responses.create(
+        model=NAME, input="Hi", instructions="Be brief.", max_output_tokens=4, temperature=0
+    )
     assert first.status == "incomplete" and first.incomplete_details is not None
     second = await sdk.responses.create(model=NAME, input="Ho", previous_response_id=first.id, temperature=0)
     alone = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first.output_text}]

@@ -16,8 +16,11 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
+from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
+from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -195,6 +198,32 @@ async def test_reservations_that_nobody_uses_end_and_cancelled_ones_at_once() ->
         renewed = scheduler_pb2.Reservation(transfer_id="v", lease_ms=100)
         await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[cancelled, renewed]))
         await until(both.is_clean)
+
+
+async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixmesh.daemons.scheduler.transfers.transfer_calls._LEASE_MS", 60_000)
+    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort, asyncio.Event()
+
+    async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival) -> object:
+        await is_aborted.wait()
+        return await prepare(self, rank, arrival)
+
+    async def note_abort(self: TransferCalls, transfer_id: str) -> None:
+        await abort(self, transfer_id)
+        is_aborted.set()
+
+    monkeypatch.setattr(TransferCalls, "_prepare", prepare_late)
+    monkeypatch.setattr(TransferCalls, "_abort", note_abort)
+    async with pair() as both:
+        reserved = scheduler_pb2.Reservation(transfer_id="t", lease_ms=30_000, prompt_ids=pack_ints(PROMPT), granule=1)
+        cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)
+        await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[reserved, cancelled]))
+        async with asyncio.timeout(30.0):
+            while both.workers[1].daemon.core.transfers.num_failed < 1:
+                await asyncio.sleep(0.01)
+        assert both.is_clean()
 
 
 async def test_kv_of_other_tokens_is_not_sent() -> None:

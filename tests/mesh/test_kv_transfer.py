@@ -22,10 +22,13 @@ from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Reception
+from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 60.0
+KEY = RegionKey(transfer_id="t", incarnation=1, instance_id="w", epoch=1)
 STAGING = 1 << 20
 PROMPT = [3 + 7 * i % 90 for i in range(49)]
 NUM_OUT = 8
@@ -244,6 +247,45 @@ async def test_a_writer_that_dies_or_writes_beyond_ends_the_transfer() -> None:
         await call.write(worker_pb2.WriteTransferRequest(offset=1))
         assert (await error_of(answer_of(call))).reason_name == "MISSING_FIELD"
         assert both.core(1).transfers.staging.num_bytes == 0
+
+
+async def test_what_happens_while_a_watcher_is_told_is_not_lost() -> None:
+    async with pair() as both:
+        transfers = both.core(1).transfers
+        region = await both.prepare()
+        watching = transfers.watch("t")
+        assert (await anext(watching)).state == worker_pb2.TRANSFER_STATE_PREPARED
+        await write_all(both.stub.WriteTransfer(), region, bytes(region.num_bytes))
+        async with asyncio.timeout(TIMEOUT_S):
+            assert [answer.state async for answer in watching] == [worker_pb2.TRANSFER_STATE_WRITTEN]
+
+
+async def test_a_change_counts_from_the_call_on() -> None:
+    region = Region(KEY, np.zeros(64, np.uint8), Reception(1.0, writes_are_seen=True), 0, 1)
+    waiting = asyncio.ensure_future(region.change())
+    region.notify()
+    await asyncio.wait_for(waiting, TIMEOUT_S)
+
+
+async def test_a_writer_that_repeats_itself_is_cut_off() -> None:
+    async with pair() as both:
+        region = await both.prepare()
+        call = both.stub.WriteTransfer()
+        half = bytes(region.num_bytes // 2 + 1)
+        await call.write(worker_pb2.WriteTransferRequest(region=region, writer="w", data=half))
+        await call.write(worker_pb2.WriteTransferRequest(data=half))
+        assert (await error_of(answer_of(call))).metadata["failure"] == "bad_write"
+        assert both.core(1).transfers.staging.num_bytes == 0
+
+
+async def test_a_commit_behind_a_step_that_never_comes_gets_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixmesh.daemons.worker.kv_transfer.transfers._AFTER_STEP_S", 0.1)
+    async with pair() as both:
+        region = await both.prepare()
+        await write_all(both.stub.WriteTransfer(), region, bytes(region.num_bytes))
+        both.steps[1] = 7
+        error = await error_of(both.commit(range(48)))
+        assert error.reason_name == "TRANSFER_FAILED" and "step 7" in error.message
 
 
 async def test_pages_that_moved_on_are_neither_sent_nor_written() -> None:

@@ -90,6 +90,8 @@ class TransferCalls:
             async with asyncio.timeout(_TIMEOUT_S):
                 regions = await together([self._prepare(rank, arrival) for rank in self._stream.rank_streams])
             if not arrivals.prepared(arrival):
+                # Given up meanwhile: that abort may have come before the region.
+                await self._abort(arrival.transfer_id)
                 return
             target = KvTarget(
                 transfer_id=arrival.transfer_id,

@@ -31,12 +31,12 @@ class Region:
         self.num_written = 0
         self._changed: asyncio.Future[None] | None = None
 
-    async def change(self) -> None:
-        """Returns when something has happened to it."""
+    def change(self) -> asyncio.Future[None]:
+        """Done at the next notify() after this call, whenever it is awaited."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         # Shielded: several wait for one future.
-        await asyncio.shield(self._changed)
+        return asyncio.shield(self._changed)
 
     def notify(self) -> None:
         """Wakes all that wait for a change."""
@@ -139,7 +139,9 @@ class TransferReceiver:
     def write(self, region: Region, writer: str, offset: int, data: bytes) -> None:
         """Bytes arrive. Raises TRANSFER_FAILED where they must not be written."""
         reception = region.reception
-        if reception.may_write(writer) and not 0 <= offset <= offset + len(data) <= region.num_bytes:
+        # Each byte once: a writer that repeats itself would look like progress for ever.
+        most = min(region.num_bytes - offset, region.num_bytes - region.num_written)
+        if reception.may_write(writer) and not (offset >= 0 and len(data) <= most):
             reception.bad_write(writer)
             self._settle(region)
         if not reception.may_write(writer):

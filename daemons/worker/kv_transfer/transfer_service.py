@@ -115,7 +115,7 @@ async def receive(
             request = None
             # A region that is given up waits for no writer: that may be stopped.
             while not reading.done() and not region.reception.is_over:
-                change = asyncio.ensure_future(region.change())
+                change = region.change()
                 await asyncio.wait((reading, change), return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
             if not reading.done():

@@ -188,10 +188,14 @@ class KvTransfers:
         if len(target.pages) != len(target.generations) or len(target.ids) != region.num_tokens:
             message = f"pages, generations and ids are not those of {region.num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
-        async with asyncio.timeout(_AFTER_STEP_S):
-            while self._received_step() < request.after_step:
-                await asyncio.sleep(_POLL_S)
-                self._check_holder(request.epoch, request.instance_id)
+        try:
+            async with asyncio.timeout(_AFTER_STEP_S):
+                while self._received_step() < request.after_step:
+                    await asyncio.sleep(_POLL_S)
+                    self._check_holder(request.epoch, request.instance_id)
+        except TimeoutError as error:
+            message = f"step {request.after_step} did not come within {_AFTER_STEP_S:g} s: prefill again"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
         memory = region.memory
         if memory is None or region.key.epoch != request.epoch or not region.reception.begin_scatter():
             name = region.reception.state.name.lower()
@@ -223,6 +227,7 @@ class KvTransfers:
                     failure=int(reception.failure),  # type: ignore[arg-type]
                     num_bytes=region.num_written,
                 )
+                continue  # It may have changed while that was sent.
             if reception.is_over or state is ReceiveState.WRITTEN:
                 return
             await region.change()
