@@ -366,14 +366,17 @@ async def test_a_worker_without_staging_takes_no_part() -> None:
 
 
 async def write_all(call, region, data: bytes, checksum: int | None = None):
-    first = worker_pb2.WriteTransferRequest(region=region, writer="late", data=data)
-    last = worker_pb2.WriteTransferRequest(
-        last_word=worker_pb2.TRANSFER_LAST_WORD_DONE, checksum=zlib.crc32(data) if checksum is None else checksum
+    # One message: gRPC has a status of its own, INTERNAL, for a call whose peer ended it while it was being written to.
+    message = worker_pb2.WriteTransferRequest(
+        region=region,
+        writer="late",
+        data=data,
+        last_word=worker_pb2.TRANSFER_LAST_WORD_DONE,
+        checksum=zlib.crc32(data) if checksum is None else checksum,
     )
     # A call that has ended takes nothing more: its status says why.
     with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        await call.write(first)
-        await call.write(last)
+        await call.write(message)
     return await answer_of(call)
 
 

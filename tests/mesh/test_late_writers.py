@@ -51,7 +51,6 @@ class Late:
         transport._written = written
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("where", ["first byte", "last word"])
 @pytest.mark.parametrize("end", ["lease", "abort", "epoch"])
 @pytest.mark.parametrize("backend", ["simulated", "cpu"])
@@ -95,7 +94,6 @@ async def test_a_late_writer_changes_no_page_that_is_not_its_own(backend: str, e
         assert not staging.num_bytes
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("what", ["gather", "scatter"])
 async def test_staging_stays_taken_until_a_cancelled_copy_is_over(what: str) -> None:
     """Its scheduler is gone: the call is cancelled, the step thread still reads or writes the memory."""
