@@ -65,13 +65,15 @@ _TUNED: Mapping[Shape, GemvConfig] = MappingProxyType(
 
 @triton.jit
 def weight_tiles(
-    w_ptr, first_row, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr
+    w_ptr, first_row, stride, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """All of the program's rows, as CHUNKS tiles [BLOCK_N, BLOCK_K]: every load is issued before any is used."""
+    """All of the program's rows, as CHUNKS tiles [BLOCK_N, BLOCK_K]: every load is issued before any is used.
+
+    stride: numbers from one row to the next; K where they lie behind each other."""
     # The last program's surplus rows read the last row again and are not stored.
     rows = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - first_row)
     features = tl.arange(0, BLOCK_K)
-    at = w_ptr + first_row.to(tl.int64) * K + rows[:, None] * K + features[None, :]
+    at = w_ptr + first_row.to(tl.int64) * stride + rows[:, None] * stride + features[None, :]
     tiles = ()
     for chunk in tl.static_range(CHUNKS):
         if (chunk + 1) * BLOCK_K <= K:
@@ -135,10 +137,10 @@ def _gemv_kernel(
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * BLOCK_N
-    tiles = weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+    tiles = weight_tiles(w_ptr, first_row, K, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if IS_GATED:
         up_ptr = w_ptr + tl.cast(N, tl.int64) * K
-        up_tiles = weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+        up_tiles = weight_tiles(up_ptr, first_row, K, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if HAS_NORM:
         norm_chunks = row_chunks(norm_ptr, K, BLOCK_K, CHUNKS)
     rows = first_row + tl.arange(0, BLOCK_N)

@@ -121,10 +121,10 @@ def _fp8_gemv_kernel(
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * BLOCK_N
-    tiles = weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+    tiles = weight_tiles(w_ptr, first_row, K, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if IS_GATED:
         up_ptr = w_ptr + tl.cast(N, tl.int64) * K
-        up_tiles = weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+        up_tiles = weight_tiles(up_ptr, first_row, K, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     rows = first_row + tl.arange(0, BLOCK_N)
     mask = rows < N
     scale_tiles = ()

@@ -58,8 +58,8 @@ def _gated_columns(
     gate_ptr, up_ptr, x_ptr, norm_ptr, out_ptr, first, F, eps, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GDC: tl.constexpr,
 ):  # fmt: skip
-    gate_tiles = weight_tiles(gate_ptr, first, F, K, BLOCK_N, BLOCK_K, CHUNKS)
-    up_tiles = weight_tiles(up_ptr, first, F, K, BLOCK_N, BLOCK_K, CHUNKS)
+    gate_tiles = weight_tiles(gate_ptr, first, K, F, K, BLOCK_N, BLOCK_K, CHUNKS)
+    up_tiles = weight_tiles(up_ptr, first, K, F, K, BLOCK_N, BLOCK_K, CHUNKS)
     if HAS_NORM:
         norm_chunks = row_chunks(norm_ptr, K, BLOCK_K, CHUNKS)
     # Also behind another wait, where it waits for nothing: see `gemv.py`.
@@ -107,24 +107,6 @@ def _row_gate_up_kernel(
 
 
 @triton.jit
-def _strided_tiles(
-    w_ptr, first, stride, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """As `weight_tiles`, of rows that lie `stride` apart."""
-    rows = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - first)
-    features = tl.arange(0, BLOCK_K)
-    at = w_ptr + first.to(tl.int64) * stride + rows[:, None] * stride + features[None, :]
-    tiles = ()
-    for chunk in tl.static_range(CHUNKS):
-        if (chunk + 1) * BLOCK_K <= K:
-            tiles = tiles + (tl.load(at + chunk * BLOCK_K, eviction_policy="evict_first"),)
-        else:
-            mask = (chunk * BLOCK_K + features < K)[None, :]
-            tiles = tiles + (tl.load(at + chunk * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
-@triton.jit
 def _weighted(sums, tiles, h_chunks, weight, CHUNKS: tl.constexpr):
     """sums + weight x tiles x h, not reduced yet: [BLOCK_N, BLOCK_K]."""
     for chunk in tl.static_range(CHUNKS):
@@ -145,9 +127,7 @@ def _row_down_kernel(
     columns = first + tl.arange(0, BLOCK_N)
     shared_tiles = ()
     for part in tl.static_range(S):
-        shared_tiles = shared_tiles + _strided_tiles(
-            shared_ptr + part * K, first, S * K, D, K, BLOCK_N, BLOCK_K, CHUNKS
-        )
+        shared_tiles = shared_tiles + weight_tiles(shared_ptr + part * K, first, S * K, D, K, BLOCK_N, BLOCK_K, CHUNKS)
     if HAS_GDC:
         tl.extra.cuda.gdc_wait()
     h_ptr += row.to(tl.int64) * (A + S) * K
@@ -155,7 +135,7 @@ def _row_down_kernel(
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for pick in tl.static_range(A):
         expert = tl.load(ids_ptr + row * A + pick).to(tl.int64)
-        tiles = weight_tiles(w_ptr + expert * w_stride, first, D, K, BLOCK_N, BLOCK_K, CHUNKS)
+        tiles = weight_tiles(w_ptr + expert * w_stride, first, K, D, K, BLOCK_N, BLOCK_K, CHUNKS)
         weight = tl.load(weights_ptr + row * A + pick)
         sums = _weighted(sums, tiles, row_chunks(h_ptr + pick * K, K, BLOCK_K, CHUNKS), weight, CHUNKS)
     for part in tl.static_range(S):

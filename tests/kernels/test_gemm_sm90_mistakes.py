@@ -124,8 +124,8 @@ _MISTAKES = [
     ("boxes overwrite what is read", "alone", "    barrier_wait(empty_barrier(share, stage), parity);\n", ""),
     ("too few bytes are expected at first", "alone", "index), kStageBytes);", "index), kWeightBytes);"),
     ("too few bytes are expected later", "alone", "stage), kStageBytes);", "stage), kWeightBytes);"),
-    ("who asks takes a phase for the other", "alone", "u32 parity = 0;  // Of", "u32 parity = 1;  // Of"),
-    ("who reads takes a phase for the other", "alone", _READ_PARITY, _READ_PARITY.replace("0;", "1;")),
+    ("a producer takes a phase for the other", "alone", "u32 parity = 0;  // Of", "u32 parity = 1;  // Of"),
+    ("a consumer takes a phase for the other", "alone", _READ_PARITY, _READ_PARITY.replace("0;", "1;")),
     ("phases are taken for the same", "alone", "      parity ^= 1;\n", ""),
     ("barriers are not there yet", "alone", "  sync_threads();\n", ""),
     # PDL: the previous and the next kernel.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from radixmesh.daemons.worker.registry import Registry
 
 if TYPE_CHECKING:
-    # Imports torch, which takes seconds: who asks for names alone does without.
+    # Imports torch, which takes seconds: looking up names must not.
     from radixmesh.daemons.worker.models.model import ModelFamily
 
 
