@@ -304,7 +304,7 @@ class Metrics:
         self.remote_first_tokens = make.counter(
             "radixmesh_remote_first_tokens_total",
             "router",
-            "Outputs whose first token came from the group that computed their prompt: they went on elsewhere behind it.",
+            "Outputs whose first token came from the group that computed their prompt; they go on elsewhere.",
         )
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
