@@ -122,7 +122,7 @@ class RemotePrefills:
         elif not is_ended:
             self._give_up(transfer_id, found, is_known=True)
         if is_given and not is_ended:
-            # What the decode side has begun by itself could have gone on with another token.
+            # The decode side may have begun by itself, and gone on with another token.
             self._placement.on_left(found.decode, found.decode.submit_again(output))
             self._placement.take_sent(found.decode, None)
         return is_given
