@@ -304,7 +304,7 @@ class Metrics:
         self.remote_first_tokens = make.counter(
             "radixmesh_remote_first_tokens_total",
             "router",
-            "Outputs whose first token came from the group that computed their prompt; they go on elsewhere.",
+            "Outputs that went on behind a first token from another group.",
         )
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
