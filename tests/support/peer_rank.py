@@ -29,7 +29,7 @@ from support.host_peer_memory import HostPeerMemory
 
 
 def part_of(rank: int, shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """What a rank brings to a sum; the residual is that of rank -1."""
+    """The part of a sum that a rank brings; the residual is that of rank -1."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank + 1)).to(dtype)
 
 
