@@ -46,8 +46,8 @@ _CHANNELS: tl.constexpr = tl.constexpr(CHANNELS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTable:
-    """Memory in which the kernels of one rank find the others. All of it may be rewritten between steps: graphs that were
-    captured with it stay good.
+    """Memory in which the kernels of one rank find the others. All of it may be rewritten between steps: graphs that
+    were captured with it stay good.
 
     entries: int64 [FIRST_RANK + ranks]. While IS_FORMED is 0 a rank is alone: parts of others are zeros.
     counts: int64 [CHANNELS], rounds so far. aborted: int32 [CHANNELS], 1 where a program has seen the host's word.
