@@ -101,7 +101,9 @@ class KernelCompilers:
         request = {"target": [target.backend, target.arch, target.warp_size], "kernels": kernels}
         self.num_kernels = len(kernels)
         # The request is larger than what a pipe holds, and the process may still be importing.
-        self._answering = threading.Thread(target=self._talk, args=(json.dumps(request),), name="compilers", daemon=True)
+        self._answering = threading.Thread(
+            target=self._talk, args=(json.dumps(request),), name="compilers", daemon=True
+        )
         self._answering.start()
 
     def wait(self) -> None:
@@ -155,9 +157,7 @@ def asked_kernels() -> Iterator[list[dict[str, str]]]:
         specialization = serialize_specialization_data(
             get_full_name(self.fn), signature, constants, attributes, options, key
         )
-        kernels.append(
-            {"module": self.fn.__module__, "name": self.fn.__qualname__, "specialization": specialization}
-        )
+        kernels.append({"module": self.fn.__module__, "name": self.fn.__qualname__, "specialization": specialization})
         # Further launches find something there.
         ready = self.device_caches[device][0]
         ready[key] = kernels

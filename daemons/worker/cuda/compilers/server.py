@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 # Imported before a child is forked: kernels, and what they import.
@@ -78,14 +79,14 @@ def _compile_for(target: GPUTarget) -> None:
     triton.runtime.driver.set_active(device)
 
 
-def _compile(request: dict[str, str], prepare_launcher: Callable[[Any], None]) -> None:
+def _compile(request: dict[str, str], prepare_launcher: Callable[[CompiledKernel], None]) -> None:
     function = getattr(importlib.import_module(request["module"]), request["name"])
     while not isinstance(function, JITFunction):
         function = function.fn
     prepare_launcher(function.preload(request["specialization"]))
 
 
-def _launcher_builder() -> Callable[[Any], None]:
+def _launcher_builder() -> Callable[[CompiledKernel], None]:
     """Builds the C function that launches a kernel, which Triton keeps in its cache too."""
     from triton.backends.nvidia import driver
 
@@ -93,7 +94,7 @@ def _launcher_builder() -> Callable[[Any], None]:
     with suppress(Exception):
         driver.library_dirs()
 
-    def prepare(kernel: Any) -> None:
+    def prepare(kernel: CompiledKernel) -> None:
         # What is missing for it says so at the first launch.
         with suppress(Exception):
             driver.CudaLauncher(kernel.src, kernel.metadata)
