@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -43,7 +42,7 @@ def main() -> None:
     _compile_for(GPUTarget(*request["target"]))
     kernels: list[dict[str, str]] = request["kernels"]
     failed = run_in_children([partial(_compile, kernel, prepare_launcher) for kernel in kernels], most)
-    print(json.dumps({"failed": failed, "seconds": round(time.monotonic() - started, 3)}))
+    sys.stdout.write(json.dumps({"failed": failed, "seconds": round(time.monotonic() - started, 3)}) + "\n")
 
 
 def run_in_children(tasks: Sequence[Callable[[], None]], most: int) -> int:
