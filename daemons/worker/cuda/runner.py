@@ -243,7 +243,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def can_compile_ahead(self) -> bool:
-        """Whether the kernels of a warm-up are all Triton's, and can be compiled without being run."""
+        """True if the kernels of a warm-up are all Triton's, and can be compiled without being run."""
         return self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead()
 
     def launch_all(self) -> None:

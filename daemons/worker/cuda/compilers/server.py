@@ -94,7 +94,7 @@ def _launcher_builder() -> Callable[[CompiledKernel], None]:
         driver.library_dirs()
 
     def prepare(kernel: CompiledKernel) -> None:
-        # What is missing for it says so at the first launch.
+        # A launcher that cannot be built says so at the first launch.
         with suppress(Exception):
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
