@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_second_pass_finds_all_kernels_ready_and_none_was_run(tmp_path):
     """Memory that kernels were to write holds the largest numbers meanwhile: nothing takes places from it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
