@@ -168,12 +168,15 @@ def _drafts_nothing(folder: Path) -> MeshError:
 
 
 def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
-    from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
-    from radixmesh.daemons.worker.cuda.memory import fitting
+    from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
 
     folder = settings.model
     assert folder is not None, "settings see to it"
+    # Imports beside this process, which takes seconds to import torch.
+    compilers = start_compilers(folder, settings)
+    from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+    from radixmesh.daemons.worker.cuda.memory import fitting
 
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
 
@@ -209,6 +212,7 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             tp_collectives=settings.tp_collectives,
         ),
         None if speculation is None and not num_forced else verify_drafts,
+        compilers,
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
     )
