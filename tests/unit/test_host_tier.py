@@ -1,4 +1,4 @@
-"""Saves and loads of KV pages: the order and refusals of workers, copies on CPUs, the use that schedulers make of it."""
+"""Saves and loads of KV pages: order and refusals of workers, copies on CPUs, the use that schedulers make of it."""
 
 import dataclasses
 
