@@ -150,3 +150,12 @@ def test_collectives_that_a_device_does_not_have_are_refused(
     with pytest.raises(MeshError) as refused:
         create_device_group(name, group_of(2).groups[0], HostDevice())
     assert refused.value.reason == ErrorReason.Value(f"ERROR_REASON_{reason}")
+
+
+def test_ranks_with_steps_of_other_sizes_do_not_compute_together(group_of: Callable[[int], ThreadGroup]) -> None:
+    """They would pad the same rows to other numbers, and sum what does not belong together."""
+    ranks = group_of(2)
+    folder = _MODELS_FOLDER / "tiny-llama"
+    runners = [_runner(folder, HostGroup(ranks.groups[rank]), num_slots=2 + rank) for rank in range(2)]
+    with pytest.raises(CollectiveAborted, match="give all of them the same --num-slots"):
+        ranks.run(lambda rank: runners[rank].formed())

@@ -52,6 +52,10 @@ class GlooCommunicator(Communicator):
         # All ranks are there: one that came late to the meeting has not been silent.
         self._heartbeat = Heartbeat(alive, meeting.rank, meeting.size)
 
+    def new_store(self, name: str) -> Store:
+        """A store that the ranks of this generation share under a name, by a connection of its own."""
+        return dist.PrefixStore(name, _store(self._meeting))  # type: ignore[attr-defined]
+
     @property
     def is_whole(self) -> bool:
         return not self._is_closed and not self._failure and not self._heartbeat.lost

@@ -25,7 +25,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, agree_on_steps
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
@@ -206,10 +206,18 @@ class DeviceRunner(ModelRunner):
             self.device.record_event().wait()
 
     def formed(self) -> None:
-        if self._group is None:
+        group = self._group
+        if group is None:
             return
+        agree_on_steps(group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size))
         with self.device.in_order(), torch.inference_mode():
-            self._group.form()
+            if group.is_captured_anew:
+                self._prompts.drop()
+                self._decodes.graphs.drop()
+                group.leave()
+            group.form()
+        if group.is_captured_anew:
+            self.warm_up()
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True

@@ -8,7 +8,7 @@ from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, HostGroup
 
-TP_COLLECTIVES = ("auto", "peer", "host")
+TP_COLLECTIVES = ("auto", "peer", "nccl", "host")
 
 
 def create_device_group(name: str, ranks: RankGroup, device: Device) -> DeviceGroup:
@@ -28,6 +28,10 @@ def create_device_group(name: str, ranks: RankGroup, device: Device) -> DeviceGr
             f"--tp-collectives {name} needs GPUs",
             {"feature": "tp_collectives"},
         )
+    if name == "nccl":
+        from radixmesh.daemons.worker.cuda.ranks.nccl_group import NcclGroup
+
+        return NcclGroup(ranks, device)
     # Here alone: they bring Triton's kernels and the driver.
     from radixmesh.daemons.worker.cuda.ranks.peer_group import PeerGroup
     from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
