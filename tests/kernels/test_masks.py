@@ -86,7 +86,7 @@ def test_masked_rows_sample_as_on_the_cpu(vocab_size: int, dtype: torch.dtype, d
 
 @pytest.mark.parametrize("num_programs", [1024, 8])
 def test_the_highest_of_masked_rows_is_that_of_their_masked_logits(num_programs, device, monkeypatch) -> None:
-    """What a sample of all rows would find in the masked logits, at the borders of its splits too; free and late rows
+    """As a sample of all rows would find it in the masked logits, at the borders of its splits too; free and late rows
     keep theirs."""
     monkeypatch.setattr(sample, "_PROGRAMS", num_programs)
     num_rows, vocab_size, rng = 4, 9000, np.random.default_rng(1)

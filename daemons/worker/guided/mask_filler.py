@@ -24,7 +24,7 @@ _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
 _SWITCH_S = 0.0002
 _Job = tuple[Sequence[tuple[Guide, int]], Sequence[Guide], float]
-"""What `Guide.begin` returned, and when the tokens were known, by the clock of perf_counter()."""
+"""Return value of `Guide.begin`, and when the tokens were known, by the clock of perf_counter()."""
 
 
 class MaskFiller:
