@@ -411,4 +411,4 @@ class DeviceRunner(ModelRunner):
                 end_ns=end_ns,
             )
 
-        return StepHandle(end, collect)
+        return StepHandle(end, collect, fetched.tokens if is_guided else None)
