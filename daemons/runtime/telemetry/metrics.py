@@ -262,7 +262,7 @@ class Metrics:
         self.pages = make.gauge(
             "radixmesh_pages",
             by,
-            "KV pages by state: free, cached, owned, leased, saving, loading, quarantined.",
+            "KV pages by state: free, cached, owned, leased, loading, quarantined.",
             ["state"],
         )
         self.page_evictions = make.counter("radixmesh_page_evictions_total", by, "Cached pages evicted.")
