@@ -54,7 +54,7 @@ def test_tokens_are_those_of_a_device_with_room_for_all(model: str, page_size: i
         assert _outputs(world, 3, 2) == wanted, policy
         world.check_clean()
         (host,) = world.planner.state.hosts
-        assert host.num_loaded and world.planner.state.num_evicted
+        assert host.counters.loaded and world.planner.state.num_evicted
 
 
 def test_a_save_is_read_before_its_pages_are_written_again() -> None:

@@ -273,7 +273,8 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; drafts NUM; page_copies LAYERS WORDS; attention HEAD_DIM HEADS [POOL_DTYPE]; masks
-    HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
+    HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP
+    EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
