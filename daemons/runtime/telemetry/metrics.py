@@ -326,6 +326,11 @@ class Metrics:
         )
         for outcome in ("handed_over", "arrived", "failed"):
             self.kv_transfers.labels(outcome)
+        self.remote_first_tokens = make.counter(
+            "radixmesh_remote_first_tokens_total",
+            "router",
+            "Outputs that went on behind a first token from another group.",
+        )
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
         )

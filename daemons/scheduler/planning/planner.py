@@ -138,6 +138,8 @@ class Planner:
     def submit(self, submission: Submission) -> None:
         """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
         self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
+        if submission.transfer_id and (sequence := self.submissions.get(submission.key)) is not None:
+            self.arrivals.expect(sequence)
 
     def abort(
         self,
