@@ -316,3 +316,14 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
     assert host.counters.evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
     assert not host.find_violation()
+
+
+def test_the_time_of_loads_is_counted():
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    world.submit(prompts(6)[0])
+    world.plan()
+    world.now += 0.25
+    world.run(1)
+    assert world.planner.loads.wait_s == pytest.approx(0.25)
+    assert world.planner.loads.num_tokens == 59
