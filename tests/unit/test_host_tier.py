@@ -327,3 +327,15 @@ def test_the_time_of_loads_is_counted():
     world.run(1)
     assert world.planner.loads.wait_s == pytest.approx(0.25)
     assert world.planner.loads.num_tokens == 59
+
+
+def test_one_plan_saves_to_a_host_page_once():
+    """Host memory for less than what is saved before the next plan: what is evicted meanwhile is not saved."""
+    host = HostCache(4, 2, tier("write_through"), "lru")
+    names = Namespace("", 1)
+    for start in (0, 10, 20):
+        host.keep(names, np.arange(start, start + 6, dtype=np.int32), np.arange(start, start + 3, dtype=np.int32))
+    saves = host.take_saves()
+    targets = np.concatenate([save.host_pages for save in saves])
+    assert len(np.unique(targets)) == len(targets) == host.counters.saved == host.pages.num_used == 4
+    assert [save.device_pages.tolist() for save in saves] == [[10], [20, 21, 22]]
