@@ -89,9 +89,11 @@ def load_cuda_runner(
     settings: DeviceSettings,
     verify: Callable[[DeviceRunner], None] | None = None,
     compilers: KernelCompilers | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
-    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned.
+    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned; meanwhile: work for
+    the time that they still take after it.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -107,7 +109,7 @@ def load_cuda_runner(
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     runner = create_runner(load_on_device(folder, settings, device, compilers))
     if compilers is not None:
-        compilers.wait()
+        compilers.wait(meanwhile)
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up(has_decodes=verify is None or not runner.can_verify)
