@@ -75,6 +75,6 @@ def _says_nothing(plan: StepPlan) -> bool:
         plan.has_forward
         and plan.decode_set is None
         and not (plan.grants or plan.releases or plan.admits or plan.chunks or plan.page_copies or plan.barrier_ops)
-        and not (plan.drafts or plan.max_tokens_per_rank)
+        and not (plan.saves or plan.loads or plan.drafts or plan.max_tokens_per_rank)
         and plan.dispatch is DispatchMode.UNSPECIFIED
     )
