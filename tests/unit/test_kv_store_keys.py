@@ -43,7 +43,10 @@ def test_whatever_changes_kv_changes_the_root() -> None:
 def test_keys_do_not_change_with_releases() -> None:
     """Whoever changes how keys are made raises their format, or replicas of two releases share by accident."""
     assert FORMAT.root().hex() == "6cde8f70836066bf30d12bfa4b16505a96bfeeaa6e736cdef71c55c3a832ab8b"
-    assert page_keys(FORMAT.root(), [1, 2, 3, 4], 4)[0].hex() == "fea208128772e1c944cfac966b3d8fd8efba3f74e2537608769b995e81141211"
+    assert (
+        page_keys(FORMAT.root(), [1, 2, 3, 4], 4)[0].hex()
+        == "fea208128772e1c944cfac966b3d8fd8efba3f74e2537608769b995e81141211"
+    )
 
 
 @given(st.lists(st.integers(0, 2), max_size=24), st.lists(st.integers(0, 2), max_size=24), st.sampled_from([1, 2, 4]))
