@@ -99,7 +99,7 @@ class KvBackend(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What the medium holds, as far as it is known without asking a server."""
+        """Counts of the medium, as far as they are known without asking a server."""
 
     @abstractmethod
     def close(self) -> None:
