@@ -126,7 +126,7 @@ class StepExecutor:
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
-        if not len(self._guides) and (repeated := self._repeated.next(plan)) is not None:
+        if not self._guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
             self.last_step = plan.step_id
             return self._launch(plan, repeated, ready_ns)
         check_plan(plan, self.limits, self.table, self.records, self.runner, self.host)
@@ -159,6 +159,8 @@ class StepExecutor:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        if running.tokens is not None:
+            self._guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -341,7 +343,7 @@ class StepExecutor:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
         if len(self._guides):
-            self._guides.follow(sampled_tokens(batch, output, tokens, self.table))
+            self._guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:
