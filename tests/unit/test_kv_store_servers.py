@@ -72,7 +72,7 @@ def test_a_record_longer_than_a_page_is_not_read_whole(tmp_path: Path) -> None:
         page = pages_of(1, 1)[0]
         client.set(b"radixmesh:kv:" + page.key, bytes(50_000_000))
         assert store.get(targets_of([page])).result(30) == [Got.CORRUPT]
-        # What the server has sent us: a record and a byte, and a few replies.
+        # The server has sent a record and a byte, and a few replies.
         assert int(client.info("stats")["total_net_output_bytes"]) < 20_000
         store.close()
 
