@@ -288,8 +288,8 @@ def _rank_launches(num_ranks: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE];
-    masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN
-    MLP EXPERTS PICKS ROWS ..."""
+    masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts
+    HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
