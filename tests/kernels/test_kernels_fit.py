@@ -42,6 +42,18 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_kernels_of_ranks_compile_and_fit(num_ranks):
+    launches = _compiled("ranks", num_ranks)
+    assert {launch["kernel"] for launch in launches} == {"_sum_kernel", "_gather_kernel"}
+    for launch in launches:
+        # All programs of a launch are there at once, one an SM.
+        assert launch["shared"] <= _PROGRAM_SHARED and launch["stack"] <= 128, launch
+        assert launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("dtype", "heads", "rank", "rope"),
@@ -121,6 +133,16 @@ def test_kernels_of_drafts_compile_and_fit(num_drafts):
     for launch in launches:
         # A program a row: many rows are resident at a time, and hardly a register is spilled.
         assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_layers", "page_words"), [(32, 512), pytest.param(61, 144, marks=pytest.mark.full)])
+def test_kernels_of_page_copies_compile_and_fit(num_layers, page_words):
+    """Pages of one token: 8B's planes, and V3's latents in bf16 at a quarter."""
+    launches = _compiled("page_copies", num_layers, page_words)
+    assert len(launches) == 2 and {launch["kernel"] for launch in launches} == {"_page_copy_kernel"}
+    # Eight fit an SM beside whatever computes there.
+    assert all(launch["registers"] <= 64 and launch["stack"] == 0 for launch in launches), launches
 
 
 @pytest.mark.slow
