@@ -6,6 +6,8 @@ import asyncio
 import copy
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,29 @@ async def test_more_of_either_side_recite_and_all_take_part(
         assert all(states[name].num_kv_handed_over for name in prefills), states
         assert all(states[name].num_kv_arrived for name in decodes), states
         assert all(not state.num_page_violations for state in states.values())
+        assert mesh.bugs == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_roles_change_while_outputs_run() -> None:
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))[:18]
+    roles = {"scheduler": "prefill", "scheduler-prefill": "decode"}
+    async with running_mesh("pd", services=CHECKED) as mesh:
+        await check_recited(mesh, jobs[:6], 3)
+        running = [asyncio.ensure_future(job.run(mesh.client)) for job in jobs[6:12]]
+        for service, role in roles.items():
+            command = [sys.executable, "-m", "radixmesh.cli", "role", mesh.cluster.address(service), role]
+            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 and f"-> {role}, " in done.stdout, done.stderr
+        assert [await task for task in running] == [job.answers for job in jobs[6:12]]
+        before = await state_of(mesh, "scheduler-prefill")
+        assert not before.num_kv_arrived
+        answers = await asyncio.gather(*(job.run(mesh.client) for job in jobs[12:]))
+        assert list(answers) == [job.answers for job in jobs[12:]]
+        await check_nothing_is_left(mesh)
+        assert (await state_of(mesh, "scheduler-prefill")).num_kv_arrived >= 2
+        assert (await state_of(mesh, "scheduler")).num_kv_handed_over >= 2
         assert mesh.bugs == []
 
 
