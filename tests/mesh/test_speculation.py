@@ -124,7 +124,7 @@ async def test_usage_and_metrics_tell_of_drafts() -> None:
     body = {"prompt": "a b a b a b", "max_tokens": 30, "temperature": 0, "logit_bias": {"50": 100}}
     async with running_mesh("cpu", worker=NGRAM) as mesh, httpx.AsyncClient(timeout=60) as http:
         url = f"http://{mesh.cluster.address('router', 1, 8000)}/v1/completions"
-        before = await _drafts(http, mesh)
+        before = await drafts_of_scheduler(http, mesh)
         assert before == {("drafted", "1"): 0.0, ("accepted", "1"): 0.0}
         answer = (await http.post(url, json={"model": "tiny-llama", **body})).json()
         usage = answer["usage"]
@@ -132,13 +132,13 @@ async def test_usage_and_metrics_tell_of_drafts() -> None:
         accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
         assert 15 <= accepted < usage["completion_tokens"] == 30 and rejected >= 0
         async with asyncio.timeout(60):
-            while (after := await _drafts(http, mesh)) == before:
+            while (after := await drafts_of_scheduler(http, mesh)) == before:
                 await asyncio.sleep(0.1)
         assert sum(num for (kind, _), num in after.items() if kind == "accepted") >= accepted
         assert {position for _, position in after} == {"1", "2", "3", "4"}
 
 
-async def _drafts(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:
+async def drafts_of_scheduler(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:
     """The scheduler's counters, by kind and position."""
     text = (await http.get(f"http://{mesh.cluster.address('scheduler', 1, 9100)}/metrics")).text
     lines = re.findall(
