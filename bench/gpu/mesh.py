@@ -60,7 +60,11 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                     before = await _drafts(of_scheduler)
                     rows = [await _run(processes, name, metrics, run, args) for run in range(args.runs)]
                     best = max(rows, key=lambda row: float(str(row["out_tok_s"])))
-                    results[name] = {**best, **_since(before, await _drafts(of_scheduler)), "runs": [row["out_tok_s"] for row in rows]}
+                    results[name] = {
+                        **best,
+                        **_since(before, await _drafts(of_scheduler)),
+                        "runs": [row["out_tok_s"] for row in rows],
+                    }
                     print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             except BaseException:
                 for process in ("worker", "scheduler"):
