@@ -101,6 +101,11 @@ class KvPool(KvPlanes):
         for plane in self._planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
 
+    def copy_tokens(self, source: slice, target: slice) -> None:
+        """Copies tokens, by their numbers in the pool, in all layers and planes; the two do not overlap."""
+        for view in self._token_views.values():
+            view[target] = view[source]
+
     def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
         """KV of tokens, int64 numbers of the pool, as uint8: rows of plane after plane, layer after layer."""
         rows = [view.view(torch.uint8)[indexes].flatten() for view in self._token_views.values()]

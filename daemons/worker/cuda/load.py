@@ -16,6 +16,13 @@ from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
+from radixmesh.daemons.worker.cuda.drafting.load import (
+    load_network,
+    network_creator,
+    network_work_bytes,
+    token_bytes,
+)
+from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
@@ -28,6 +35,7 @@ from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
+from radixmesh.daemons.worker.speculation.settings import Speculation
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
@@ -44,7 +52,8 @@ _MAX_ROWS = 65_535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """Settings from the worker's flags of the same names; num_pages None = as many as fit."""
+    """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
+    that it names is loaded beside the model."""
 
     dtype: str
     attention_backend: str
@@ -64,6 +73,7 @@ class DeviceSettings:
     quantization: str = "auto"
     embed_pooling: str = "mean"
     model_impl: str = "auto"
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,7 @@ class ModelOnDevice:
     kernels: Kernels
     limits: RunnerLimits
     kv_scales: tuple[KvScales, ...] | None = None
+    network: LoadedNetwork | None = None
 
 
 def load_cuda_runner(
@@ -149,6 +160,8 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs else (),
     )
     kernels = create_kernels(settings, model, limits.graph_rows, where)
+    with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
+        network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
     return ModelOnDevice(
         settings=settings,
         device=device,
@@ -157,6 +170,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
         kernels=kernels,
         limits=limits,
         kv_scales=kv_scales,
+        network=network,
     )
 
 
@@ -169,7 +183,7 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
         settings, model.attention_shape, model.windows, model.attention_chunks, has_sinks=model.has_sinks
     )
     layout = attention.layout(model.kv_layout)
-    num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
+    num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype) + token_bytes(loaded.network))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(
             layout,
@@ -190,6 +204,7 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and where.type == "cuda",
             embed_pooling=settings.embed_pooling,
+            create_network=network_creator(loaded, num_pages, device_model),
         )
 
 
@@ -207,7 +222,8 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         max_total_len=limits.max_total_len,
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
-        attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device),
+        attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
+        + network_work_bytes(loaded.network, settings, limits.max_total_len),
     )
     return choose_num_pages(memory, model, token_bytes, device)
 

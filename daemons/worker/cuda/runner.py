@@ -24,6 +24,7 @@ from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
@@ -58,6 +59,8 @@ _WARM_UP_DECODES = 100
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
+NetworkCreator = Callable[[SlotState], DeviceNetwork]
+"""Makes the network that drafts for a model, over the slots of its runner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,10 @@ class DeviceRunner(ModelRunner):
         is_deterministic: bool,
         use_pdl: bool,
         embed_pooling: str = "mean",
+        create_network: NetworkCreator | None = None,
     ) -> None:
-        """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
+        """create_network: of a model that a network drafts for: `verify(runner.network_drafter)`. use_pdl: kernels at a
+        step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
@@ -112,6 +117,7 @@ class DeviceRunner(ModelRunner):
         with device.in_order(), torch.inference_mode():
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
+            self._network = None if create_network is None else create_network(self.slots)
             self.takes_grammars = not self._attention.needs_exact_lengths
             self.masks = SlotMasks(
                 device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
@@ -134,6 +140,7 @@ class DeviceRunner(ModelRunner):
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
                 sizes=limits.prompt_rows,
+                network=self._network,
             )
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._decodes = DecodeSteps(
@@ -195,6 +202,12 @@ class DeviceRunner(ModelRunner):
             self._verify.capture(self.model.dtype)
             self.device.record_event().wait()
 
+    @property
+    def network_drafter(self) -> Drafter:
+        """Drafts by the network that the runner was made with."""
+        assert self._network is not None, "no network was loaded"
+        return NetworkDrafter(self._network)
+
     def can_batch(self, sampling: Sampling) -> bool:
         return True
 
@@ -254,6 +267,8 @@ class DeviceRunner(ModelRunner):
         # Not in_order(): entering and leaving a stream costs a tenth of a short step.
         self.device.stay_in_order()
         self._sampler.send()
+        if self._network is not None:
+            self._network.send()
         if self._verify is not None:
             return self._launch_verify(self._verify, rows, segments)
         if not segments:
@@ -287,6 +302,8 @@ class DeviceRunner(ModelRunner):
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
+            if self._network is not None:
+                self._network.copied(source, target, num_tokens)
 
     @torch.inference_mode()
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
@@ -301,11 +318,15 @@ class DeviceRunner(ModelRunner):
         with self.device.in_order():
             tokens = torch.from_numpy(indexes.astype(np.int64)).to(self.device.torch_device)
             self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
+            if self._network is not None:
+                self._network.received(tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
         with self.device.in_order():
             self.pool.clear()
+            if self._network is not None:
+                self._network.cleared()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows whose token is wanted."""

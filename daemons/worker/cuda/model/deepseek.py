@@ -15,7 +15,7 @@ from radixmesh.daemons.worker.cuda.experts import RowExperts
 from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices, QuantizedDeepseek
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
-from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
+from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
 from radixmesh.daemons.worker.cuda.model.attention import Attention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
@@ -33,6 +33,7 @@ from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, Rout
 from radixmesh.daemons.worker.models.deepseek.model import PLANE, DeepseekModel
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, LatentAttentionWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.kernels.mla_rows import LatentNorm
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
@@ -44,9 +45,11 @@ from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 class LoadedDeepseek(LoadedModel):
     """quantized: the projections and experts, where the weights have none."""
 
+    shows_hidden = True
+
     def __init__(self, model: DeepseekModel, quantized: QuantizedDeepseek | None = None) -> None:
         config, weights = model.config, model.weights
-        self.config, self.weights = config, weights
+        self.config, self.weights, self.mtp_layers = config, weights, model.mtp_layers
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_total_len = config.num_layers, config.max_total_len
         self.dtype = weights.final_norm_D.dtype
@@ -115,17 +118,20 @@ class DeviceDeepseek(DeviceModel):
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
         self.parts = [
             _Layer(
-                _create_attention(config, layer, matrices, kernels, angles, kv.tokens(PLANE, index)),
-                _create_mlp(config, layer, matrices, kernels),
+                create_attention(config, layer, matrices, kernels, angles, kv.tokens(PLANE, index)),
+                create_mlp(config, layer, matrices, kernels),
             )
             for index, (layer, matrices) in enumerate(zip(weights.layers, loaded.matrices, strict=True))
         ]
 
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
         residual = Residual(x_TD)
-        for layer in self.parts:
+        for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
+            note_hidden(hidden, index, residual)
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -136,7 +142,7 @@ class DeviceDeepseek(DeviceModel):
         return self._ops.rms_norm(hidden_TD, self._final_norm.weight_D, self._final_norm.eps).float()
 
 
-def _create_attention(
+def create_attention(
     config: DeepseekConfig,
     layer: DeepseekLayer,
     matrices: DeepseekMatrices,
@@ -166,7 +172,7 @@ def _create_query(weights: LatentAttentionWeights, matrices: DeepseekMatrices, k
     return LatentQuery(norm_Q=weights.query_norm_Q, eps=INNER_EPS, w_query=w_query)
 
 
-def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
+def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
     weights = layer.mlp
     gate_up, down = (
         None if matrix is None else create_linear(kernels, matrix, None) for matrix in (matrices.gate_up, matrices.down)

@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.rope_kv import KvTarget
@@ -72,6 +73,8 @@ class LoadedModel(ABC):
     num_plain: int | None
     can_capture: bool = True
     """False: a forward waits for the device, and is launched kernel by kernel."""
+    shows_hidden: bool = False
+    """True if `layers` of its model fills `hidden`."""
     latent_rank: int | None = None
     """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 
@@ -112,9 +115,11 @@ class DeviceModel(ABC):
         return functional.embedding(ids_T, self.embedding_VD)
 
     @abstractmethod
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
         """Writes the KV of all rows; [T, D] after the last layer, before the final norm. May overwrite x, the rows'
-        embeddings."""
+        embeddings. hidden: takes the outputs of layers, of a model that shows them; None: nobody wants any."""
 
     @abstractmethod
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
