@@ -21,6 +21,7 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 
 
@@ -260,6 +261,7 @@ class _Verifying:
 
     def __init__(self) -> None:
         self.verified: dict[str, object] = {}
+        self.network_drafter = EachRow(lambda sample, most: ())
 
     def verify(self, drafter, **options):
         self.verified = {"drafter": type(drafter).__name__, **options}
@@ -271,6 +273,7 @@ class _Verifying:
         ({}, None),
         ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_num_steps": 3}, ("NgramDrafter", 3, 0)),
         ({"jump_forward_tokens": 5}, ("NoDrafts", 5, 5)),
+        ({"speculative_algorithm": SpeculativeAlgorithm.MTP, "speculative_num_steps": 2}, ("EachRow", 2, 0)),
     ],
 )
 def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, want):
@@ -278,6 +281,7 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     runner = _Verifying()
 
     def load(folder, settings, verify=None):
+        assert (settings.speculation is None) == ("speculative_algorithm" not in flags)
         if verify is not None:
             verify(runner)
         return runner
