@@ -5,8 +5,8 @@
 Texts are written at random beforehand. Each step gives every row its next token, as a step of the device does, and
 waits until all masks are published in the memory that a device reads. Microseconds of CPU a token, by part: the step
 thread's call (follow), the library's accepts and fills, all else of the mask threads (python). wall_ms: of one step,
-whose first 2 ms the step thread computes in Python. waits_a_step: times that a mask thread waited for work or for the
-interpreter's lock.
+whose first 2 ms the step thread computes in Python. until_ms: from the tokens to the end of each stage, of the group
+that is last. waits_a_step: times that a mask thread waited for work or for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
@@ -37,11 +36,13 @@ from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarMat
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  # noqa: E402
 from radixmesh.daemons.runtime.sampling import Sampling  # noqa: E402
 from radixmesh.daemons.runtime.steps.step import Admit  # noqa: E402
-from radixmesh.daemons.worker.cuda.device import HostDevice  # noqa: E402
+from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice  # noqa: E402
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks  # noqa: E402
+from radixmesh.daemons.worker.guided import shared_calls  # noqa: E402
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore  # noqa: E402
 from radixmesh.daemons.worker.guided.guides import SlotGuides  # noqa: E402
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller  # noqa: E402
+from radixmesh.daemons.worker.guided.step_follower import StepFollower  # noqa: E402
 
 _PROMPT = np.ones(1, np.int32)
 _TIMEOUT_S = 60.0
@@ -58,13 +59,6 @@ def random_text(grammar: CompiledGrammar, num_tokens: int, vocab_size: int, seed
         tokens.append(int(rng.choice(np.flatnonzero(bits))))
         assert matcher.accept(tokens[-1])
     return tokens
-
-
-class _Pinned(HostDevice):
-    """Memory as a GPU reads it."""
-
-    def host_ints(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
 
 class Parts:
@@ -91,14 +85,40 @@ class Parts:
 
 
 def use_native_threads(num: int) -> None:
-    """One thread for all rows, and so many of the library's own for their masks."""
-    import xgrammar
-
+    """So many of the library's own for the masks of each thread."""
     from radixmesh.daemons.runtime.guided import xgrammar_backend
-    from radixmesh.daemons.worker.guided import mask_filler
 
-    xgrammar_backend._BATCH = xgrammar.BatchGrammarMatcher(max_threads=num)
-    mask_filler._MIN_GROUP = mask_filler._MAX_GROUP = 1 << 20
+    xgrammar_backend._Matcher.fill_threads = num
+
+
+class _Stages:
+    """Wall seconds from the moment that tokens are known to the end of each stage of the last group of a step."""
+
+    def __init__(self, masks: SlotMasks) -> None:
+        self.began_s = 0.0
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self._last: dict[str, float] = {}
+        self._wrap(shared_calls, "_fill_together", "filled", "accepted")
+        self._wrap(masks, "publish", "published", "")
+        self._wrap(masks._device, "send_beside", "sent", "copied")
+
+    def _wrap(self, owner: object, name: str, after: str, before: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: object) -> object:
+            if before:
+                self._last[before] = time.perf_counter()
+            result = call(*args)
+            self._last[after] = time.perf_counter()
+            return result
+
+        setattr(owner, name, timed)
+
+    def add(self) -> None:
+        """A step is over."""
+        for name, at_s in self._last.items():
+            self.sums[name] += at_s - self.began_s
+        self._last.clear()
 
 
 def measured(
@@ -107,7 +127,7 @@ def measured(
     vocab_size: int,
     texts: Path | None,
     num_threads: int | None,
-    is_pinned: bool = False,
+    device: Device | None = None,
 ) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -127,17 +147,20 @@ def measured(
     parts = Parts(type(grammar.matcher()))
     store = GrammarStore(backend.format, lambda: backend)
     masks = SlotMasks(
-        _Pinned() if is_pinned else HostDevice(),
+        device or HostDevice(),
         num_slots=num_rows,
         max_rows=num_rows,
         vocab_size=vocabulary.vocab_size,
     )
     guides = SlotGuides(vocabulary.vocab_size)
     guides._filler = MaskFiller(num_threads)
+    guides._follower = StepFollower(guides._filler)
+    stages = _Stages(masks)
     for slot in range(num_rows):
         admit = _admit(slot)
         guides.admitted(admit, artefact, store, masks.sink(admit))
     rows = [masks._admitting[slot] for slot in range(num_rows)]
+    slots = list(range(num_rows))
     _until_published(masks, rows, 1)
     # The first tokens find the guides as their grammar's loading left them.
     warm = min(8, tokens.shape[1] // 4)
@@ -149,15 +172,18 @@ def measured(
             parts.calls.clear()
             switches = _thread_switches()
             threads_s, follow_s, wall_s, system_s = _thread_seconds(), 0.0, 0.0, _system_seconds()
-        of_step = [(slot, (token,)) for slot, token in enumerate(tokens[:, step].tolist())]
+            stages.sums.clear()
+        of_step = tokens[:, step].copy()
         since_s, cpu_s = time.perf_counter(), time.thread_time()
-        guides.follow(of_step)
+        stages.began_s = since_s
+        guides.launched(slots, lambda of_step=of_step: of_step)
         follow_s += time.thread_time() - cpu_s
         spin_until_s = time.perf_counter() + _STEP_THREAD_S
         while time.perf_counter() < spin_until_s:
             pass
         _until_published(masks, rows, 2 + step)
         wall_s += time.perf_counter() - since_s
+        stages.add()
     num_steps = tokens.shape[1] - warm
     per_token = 1e6 / (num_steps * num_rows)
     mask_s = _thread_seconds() - threads_s
@@ -171,6 +197,7 @@ def measured(
         "waits_a_step": round((_thread_switches() - switches) / num_steps, 1),
         "system_us": round((_system_seconds() - system_s) * per_token, 2),
         "wall_ms": round(wall_s / num_steps * 1e3, 2),
+        "until_ms": {name: round(seconds / num_steps * 1e3, 2) for name, seconds in stages.sums.items()},
         "errors": sum(1 for _ in guides.errors()),
     }
 
@@ -225,12 +252,16 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--texts", type=Path, default=None, help="a file that keeps the random texts for another run")
     parser.add_argument("--threads", type=int, default=None, help="quick mask threads; as many as a worker takes here")
-    parser.add_argument("--pinned", action="store_true", help="masks lie in memory that a GPU reads")
-    parser.add_argument("--native", type=int, default=0, help="threads of the library's own instead; 0: none")
+    parser.add_argument("--gpu", action="store_true", help="masks are sent to a GPU")
+    parser.add_argument(
+        "--native", type=int, default=0, help="threads of the library's own for each; 0: as a worker has"
+    )
     args = parser.parse_args()
     if args.native:
         use_native_threads(args.native)
-    result = measured(args.rows, args.tokens, args.vocabulary, args.texts, args.threads, args.pinned)
+    result = measured(
+        args.rows, args.tokens, args.vocabulary, args.texts, args.threads, CudaDevice() if args.gpu else None
+    )
     about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps({**about, **result}, indent=1))
 

@@ -6,8 +6,8 @@
 free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
-because their masks came late. masks: compilation, cache and fills in this process, one thread. jump_forward: one
-stream whose schema is mostly keys, without and with drafts of forced text.
+because their masks came late. mask_stages: with --stages, of all runs. masks: compilation, cache and fills in this
+process, one thread. jump_forward: one stream whose schema is mostly keys, without and with drafts of forced text.
 """
 
 from __future__ import annotations
@@ -113,12 +113,15 @@ async def _through_mesh(
             }
             print(json.dumps(results), file=sys.stderr, flush=True)
         checked = _check(backend, artefact, mesh.guided_outputs)
-        late = [line for line in mesh.log("worker").splitlines() if "kernel_compiled_late" in line]
+        lines = mesh.log("worker").splitlines()
+        late = [line for line in lines if "kernel_compiled_late" in line]
+        stages = [json.loads(line)["until_ms"] for line in lines if '"masks_filled"' in line]
     return {
         "start_s": round(mesh.start_s, 2),
         "late_compiles": [short_line(json.loads(line)) for line in late],
         **results,
         "outputs_checked": checked,
+        "mask_stages_ms_p50_p99": _stages(stages),
     }
 
 
@@ -137,7 +140,7 @@ class _Daemons:
             "model": model,
             "num_slots": num_slots or max(args.rows, 16),
             "metrics_listen": self._metrics,
-            "log-level": "info",
+            "log-level": "debug" if args.stages else "info",
         }
         if args.backend == "cuda":
             self._flags |= {"load_format": "dummy", "max_tokens_per_step": 8192, "max_total_len": 8192}
@@ -315,6 +318,17 @@ def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _stages(until_ms: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Milliseconds from a step's tokens until its masks have come so far, p50 and p99 of all groups of outputs."""
+    names = ("on its thread", "accepted", "filled", "published", "through")
+    if not until_ms:
+        return {}
+    return {
+        name: np.percentile(of_stage, (50, 99)).round(3).tolist()
+        for name, of_stage in zip(names, zip(*until_ms, strict=True), strict=True)
+    }
+
+
 def _speed(row: Mapping[str, object]) -> float:
     return float(str(row["out_tok_s"]))
 
@@ -336,6 +350,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tools", type=int, default=20, help="tool definitions that masks are measured with")
     parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="most forced tokens a step")
+    parser.add_argument("--stages", action="store_true", help="the worker logs how long each stage of masks takes")
     parser.add_argument("--only-jumps", action="store_true", help="nothing but --jump-forward")
     parser.add_argument("--timeout-s", type=float, default=100.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _RECORDER = str(Path(__file__).parents[1] / "span_recorder.py")
 # Tokens of a run at either end that are not measured.
 _EDGE = 32
 _PROMPT, _TOKENS, _TRACED = 128, 512, 60
-_START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized", "graphs_captured", "start_")
+_START_EVENTS = ("weights_loaded", "gemm_", "memory_sized", "kernels_", "graphs_captured", "start_", "serving")
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:
@@ -63,7 +64,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 "log-level": "info",
                 **dict(text.split("=", 1) for text in args.worker),
             }
-            started = time.monotonic()
+            started, started_at = time.monotonic(), time.time()
             through = (_RECORDER, str(folder / "worker.json")) if args.spans else ("-m",)
             try:
                 await processes.start("worker", "worker", worker, through=through)
@@ -72,7 +73,11 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 raise
             result["start_s"] = round(time.monotonic() - started, 2)
             log = [json.loads(line) for line in (folder / "worker.log").read_text().splitlines() if line[:1] == "{"]
-            result["start_log"] = [short_line(line) for line in log if line["event"].startswith(_START_EVENTS)]
+            result["start_log"] = [
+                {"at_s": round(datetime.fromisoformat(line["ts"]).timestamp() - started_at, 2), **short_line(line)}
+                for line in log
+                if line["event"].startswith(_START_EVENTS)
+            ]
             runs: list[dict[str, Any]] = []
             for depth in args.depths:
                 scheduler = f"scheduler-{depth}"
@@ -84,12 +89,13 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                     print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
                 await processes.stop(scheduler)
                 if args.spans:
-                    runs[-1]["scheduler_spans"] = _spans(folder / f"{scheduler}.json", _times(runs, scheduler))
+                    last = next(run for run in reversed(runs) if run["scheduler"] == scheduler)
+                    last["scheduler_spans"] = _spans(folder / f"{scheduler}.json", last)
             await processes.stop("worker")
             result["runs"] = runs
             if args.spans:
                 for run in runs:
-                    run["worker_spans"] = _spans(folder / "worker.json", run["ns"])
+                    run["worker_spans"] = _spans(folder / "worker.json", run)
                 result["start"] = _start(folder / "worker.json")
     return result
 
@@ -120,6 +126,8 @@ async def _decode(stream: BulkStream, prompts: list[IntArray], pids: dict[str, i
     """One run: its rate, and the CPU of its decode steps, without the first and the last of them."""
     num_rows, before, submitted = len(prompts), stream.num_tokens, time.monotonic()
     await stream.submit(prompts, _TOKENS)
+    await stream.until(num_tokens=before + 1)
+    first = time.monotonic()
     await stream.until(num_tokens=before + _EDGE * num_rows)
     cpu, device = {name: threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
     start, tokens = time.monotonic_ns(), stream.num_tokens
@@ -134,18 +142,16 @@ async def _decode(stream: BulkStream, prompts: list[IntArray], pids: dict[str, i
         "device_us": round((after[0] - device[0]) / max(1, after[1] - device[1]) * 1e6, 1),
         "cpu_us_per_step": {name: cpu_of(cpu[name], cpu_after[name], steps) for name in pids},
         "ns": [start, end],
+        "first_token_ms": round((first - submitted) * 1e3, 2),
+        "first_token_ns": [int(submitted * 1e9), int(first * 1e9)],
     }
 
 
-def _times(runs: list[dict[str, Any]], scheduler: str) -> list[int]:
-    found: list[int] = next(run["ns"] for run in reversed(runs) if run["scheduler"] == scheduler)
-    return found
-
-
-def _spans(path: Path, window: list[int]) -> dict[str, object]:
-    """By label and thread: calls and microseconds a step; and what ten steps in the middle looked like."""
+def _spans(path: Path, run: dict[str, Any]) -> dict[str, object]:
+    """By label and thread: calls and microseconds a step; what ten steps in the middle looked like, and the time from
+    the submission to the first token."""
     record = json.loads(path.read_text())
-    start, end = window
+    start, end = run["ns"]
     spans = sorted((s for s in record["spans"] if start <= s[2] and s[3] <= end), key=lambda s: s[2])
     times: dict[str, list[int]] = defaultdict(list)
     for label, thread, first, last in spans:
@@ -156,7 +162,14 @@ def _spans(path: Path, window: list[int]) -> dict[str, object]:
         for s in spans
         if middle <= s[2] <= middle + 4_000_000
     ]
+    submitted, first_token = run["first_token_ns"]
+    first = [
+        [s[0], record["threads"].get(str(s[1]), s[1]), round((s[2] - submitted) / 1e3), round((s[3] - submitted) / 1e3)]
+        for s in sorted(record["spans"], key=lambda s: s[2])
+        if submitted <= s[2] <= first_token
+    ]
     return {
+        "first_token_us": first,
         "us": {
             label: {
                 "calls": len(all_),

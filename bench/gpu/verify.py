@@ -17,7 +17,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,6 +35,7 @@ from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.drafter import EachRow
+from radixmesh.daemons.worker.speculation.settings import Speculation
 
 _DRAFT = 11
 
@@ -99,8 +100,14 @@ def _admit(slot: int, prompt_len: int, max_total_len: int) -> Admit:
     )
 
 
-def verifying_runner(shape: str, num_slots: int) -> DeviceRunner:
-    """Random weights of that shape, with kernels that take drafts."""
+def verifying_runner(
+    shape: str,
+    num_slots: int,
+    speculation: Speculation | None = None,
+    prepare: Callable[[Path], None] = lambda folder: None,
+) -> DeviceRunner:
+    """Random weights of that shape, with kernels that take drafts. speculation: of a network that drafts. prepare:
+    completes the model's folder."""
     settings = DeviceSettings(
         dtype="bfloat16",
         attention_backend="triton",
@@ -114,9 +121,12 @@ def verifying_runner(shape: str, num_slots: int) -> DeviceRunner:
         cuda_graphs=True,
         use_pdl=True,
         deterministic=False,
+        speculation=speculation,
     )
     with tempfile.TemporaryDirectory() as folder:
-        return load_cuda_runner(write_shape(shape, Path(folder)), settings)
+        path = write_shape(shape, Path(folder))
+        prepare(path)
+        return load_cuda_runner(path, settings)
 
 
 def main() -> None:

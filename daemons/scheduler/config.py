@@ -14,6 +14,7 @@ from radixmesh.daemons.scheduler.planning.dispatch import DISPATCH_CHOICES, Disp
 from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
+from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
 
 _AT_LEAST_ONE = (
     "chunk_tokens",
@@ -84,6 +85,11 @@ class SchedulerSettings(CommonSettings):
         "decode (takes their KV), or both (whole requests, no transfers)")  # fmt: skip
     transfer_timeout_s: float = setting(3.0, "seconds without progress after which a request computes the KV that it "
         "waits for")  # fmt: skip
+    kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
+        "write_through (once cached), selective (once used again) or write_back (when evicted)")  # fmt: skip
+    kv_write_hits: int = setting(2, "uses of a cached prefix before the policy selective saves it")
+    kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
+        "host")  # fmt: skip
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -120,6 +126,7 @@ class SchedulerSettings(CommonSettings):
             ("eviction", EVICTION_POLICIES),
             ("queue_policy", QUEUE_POLICIES),
             ("expert_dispatch", DISPATCH_CHOICES),
+            ("kv_write_policy", [policy.value for policy in WritePolicy]),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
@@ -128,6 +135,8 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
+        if self.kv_write_hits < 1 or self.kv_load_timeout_s <= 0:
+            raise ValueError("--kv-write-hits must be >= 1 and --kv-load-timeout-s > 0")
         check_cache_choice(self.cache, self.eviction)
 
     @property
@@ -158,5 +167,10 @@ class SchedulerSettings(CommonSettings):
             prefill_align_steps=self.prefill_align_steps,
             balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
             transfer_timeout_s=self.transfer_timeout_s,
+            tiers=TierSettings(
+                policy=WritePolicy(self.kv_write_policy),
+                min_hits=self.kv_write_hits,
+                load_timeout_s=self.kv_load_timeout_s,
+            ),
             check_invariants=self.check_invariants,
         )

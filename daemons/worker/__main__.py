@@ -59,6 +59,8 @@ class WorkerDaemon(Daemon):
     async def load(self) -> None:
         member = self.core.member
         model = await asyncio.to_thread(load_model, self._settings, member.group, member.experts)
+        if self._settings.host_kv_bytes:
+            await asyncio.to_thread(model.runner.add_host_pool, self._settings.host_kv_bytes)
         if self._holds is not None:
             hold_scatters(model.runner, self._holds)
         executor = StepExecutor(

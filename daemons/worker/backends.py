@@ -167,11 +167,14 @@ def _drafts_nothing(folder: Path) -> MeshError:
 
 
 def _load_cuda(settings: WorkerSettings) -> LoadedModel:
-    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
-    from radixmesh.daemons.worker.cuda.memory import fitting
+    from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
 
     folder = settings.model
     assert folder is not None, "settings see to it"
+    # Imports beside this process, which takes seconds to import torch.
+    compilers = start_compilers(folder, settings)
+    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+    from radixmesh.daemons.worker.cuda.memory import fitting
 
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
 
@@ -211,6 +214,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             speculation=speculation,
         ),
         None if speculation is None and not num_forced else verify_drafts,
+        compilers,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.

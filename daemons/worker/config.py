@@ -60,6 +60,8 @@ class WorkerSettings(CommonSettings):
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
+    host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
+        "needed; 0: evicted KV is computed anew")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
@@ -92,6 +94,7 @@ class WorkerSettings(CommonSettings):
     simulated_decode_context_us: float = setting(0.027, "microseconds a token of KV read by decodes adds")
     simulated_prefill_token_us: float = setting(9.0, "microseconds an uncached prefill token adds")
     simulated_prefill_context_us: float = setting(0.0005, "microseconds a pair of prefill token and context token adds")
+    simulated_loaded_token_us: float = setting(2.3, "microseconds a token of KV takes from the host to the device")
     simulated_vocab_size: int = setting(32_000, "ids, where no model folder is given")
     simulated_eos_ids: tuple[str, ...] = setting((), "ids that end an output, where no model folder is given")
     simulated_eos_rate: float = setting(0.0, "probability that a token is an EOS")
@@ -135,6 +138,11 @@ class WorkerSettings(CommonSettings):
                 "alone has it so far")  # fmt: skip
         if self.transfer_staging_bytes < 0:
             raise ValueError(f"{_flag('transfer_staging_bytes')} must be >= 0, not {self.transfer_staging_bytes}")
+        if self.host_kv_bytes < 0:
+            raise ValueError(f"{_flag('host_kv_bytes')} must be >= 0, not {self.host_kv_bytes}")
+        if self.host_kv_bytes and self.transfer_staging_bytes:
+            raise ValueError(f"{_flag('host_kv_bytes')} and {_flag('transfer_staging_bytes')} do not go together yet: "
+                "KV that comes from other workers is written beside the plans that order saves")  # fmt: skip
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
@@ -214,6 +222,7 @@ class WorkerSettings(CommonSettings):
             per_decode_context=self.simulated_decode_context_us,
             per_prefill_token=self.simulated_prefill_token_us,
             per_prefill_context=self.simulated_prefill_context_us,
+            per_loaded_token=self.simulated_loaded_token_us,
         )
 
     @property

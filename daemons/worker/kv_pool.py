@@ -15,6 +15,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.host_pool import pages_of_tensors
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
@@ -90,6 +91,11 @@ class KvPool(KvPlanes):
         """Number of a token that holds zeros."""
         return self.num_pages * self.page_size
 
+    @property
+    def plane_names(self) -> tuple[str, ...]:
+        """Of the layout."""
+        return tuple(self._planes)
+
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
         return self._token_views[plane, layer]
 
@@ -119,6 +125,11 @@ class KvPool(KvPlanes):
             num = len(indexes) * math.prod(rows.shape[1:])
             rows[indexes] = data[start : start + num].view(len(indexes), *rows.shape[1:])
             start += num
+
+    def page_planes(self) -> dict[str, npt.NDArray[np.uint8]]:
+        """Pages of all planes and layers, as ArrayHostPool takes them, of a pool on the CPU."""
+        views = {f"{name}.{layer}": view for (name, layer), view in self._token_views.items()}
+        return pages_of_tensors(views, self.page_size)
 
     def clear(self) -> None:
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.guided.guide import Guide
@@ -24,6 +26,7 @@ from radixmesh.daemons.worker.step_handle import StepHandle
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.expert_moves import ExpertMoves
+    from radixmesh.daemons.worker.host_pool import HostPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,8 @@ class ModelRunner(ABC):
     of the heads."""
     expert_moves: ExpertMoves | None = None
     """Moves experts between the ranks that share them; None: all are here."""
+    host_pool: HostPool | None = None
+    """Pages of host memory that KV moves to and from; None: there are none."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
@@ -220,6 +225,12 @@ class ModelRunner(ABC):
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         """Writes what read_kv() gave of as many tokens, here or in another process. Called between steps."""
         raise NotImplementedError
+
+    def add_host_pool(self, num_bytes: int) -> None:
+        """From now on `host_pool` is there, of at most so many bytes. Raises UNSUPPORTED, or INVALID_ARGUMENT for bytes
+        that cannot be had or hold no page. To be called before an executor is made of the runner."""
+        message = "this model's runner keeps KV on the device alone: set --host-kv-bytes 0"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "host_tier"})
 
     def formed(self) -> None:
         """The ranks that hold the model together have met: settles what they must do alike.

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from radixmesh.daemons.runtime.arrays import IntArray
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -47,8 +49,13 @@ class StepHandle(Generic[T_co]):
     Steps are collected on the thread that launched them, in the order of their launches.
     """
 
-    def __init__(self, event: DeviceEvent, collect: Callable[[], T_co]) -> None:
+    def __init__(
+        self, event: DeviceEvent, collect: Callable[[], T_co], tokens: Callable[[], IntArray] | None = None
+    ) -> None:
         self.event = event
+        self.tokens = tokens
+        """Waits for the event; int32, first the tokens of the step's decode rows, -1 of those that have none. Any
+        thread may ask, before and after the step is collected. None: whoever wants them has to collect it."""
         self._collect: Callable[[], T_co] | None = collect
         self._result: T_co
         self._error: Exception | None = None

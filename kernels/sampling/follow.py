@@ -323,7 +323,8 @@ def tokens_written(
     """Numbers of the pool's tokens that a step of decodes writes, int64 [T], which are stale from now on. Can be
     captured."""
     _check(state, fresh)
-    written_T = torch.empty(len(positions_T), dtype=torch.int64, device=positions_T.device)
+    # Not empty(): where kernels are only compiled, copies by these numbers run all the same.
+    written_T = torch.zeros(len(positions_T), dtype=torch.int64, device=positions_T.device)
     _written_kernel[(triton.cdiv(len(positions_T), 128),)](
         positions_T, slots_T, state.page_tables, fresh.is_fresh_N, fresh.fresh_lens_S, written_T, len(positions_T),
         state.page_tables.stride(0), PAGE=page_size, BLOCK=128, num_warps=4,
@@ -400,7 +401,7 @@ def follow_chunks(
     slots_C, starts_C, kv_lens_C = chunks
     assert len(starts_C) == len(slots_C) + 1 and len(rows.chunk_slots) == 2 * len(slots_C), rows.chunk_slots.shape
     assert len(rows.positions) == len(positions_T)
-    written_T = torch.empty(len(positions_T), dtype=torch.int64, device=positions_T.device)
+    written_T = torch.zeros(len(positions_T), dtype=torch.int64, device=positions_T.device)
     _follow_chunks_kernel[(len(slots_C),)](
         slots_C, starts_C, kv_lens_C, positions_T, page_tables, *fresh, *rows[1:], written_T,
         len(fresh.fresh_lens_S) - 1, shape.zero_token, shape.max_total_len, page_tables.stride(0),

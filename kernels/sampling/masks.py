@@ -1,13 +1,13 @@
-"""Masks of grammars before sampling: the host writes them while the forward runs, the device looks once for them.
+"""Masks of grammars before sampling: the host sends them while the forward runs, the device looks once for them.
 
-    take      the mask of each row: there, if the host has written the one for just this position     read once, no wait
-    apply     logits of ids that a mask forbids become -inf
+    take      the mask of each row: there, if the host has told so for just this position     read once, no wait
+    apply     logits of ids that a mask forbids become -inf, and the row's highest is found among the others
     settle    behind sampling: a forbidden token gives way to the lowest allowed id; a row whose mask was not there
               leaves its slot as it was, and tells -1 as its token
 
 A slot that follows a grammar has its exact length on the device, because the host, which launches steps ahead, does not
 know yet which rows yielded nothing. T rows, V vocabulary, W words of a mask, M masks in host memory, S slots with the
-dummy slot of padding, which follows none.
+dummy slot of padding, which follows none. Rows without a mask cost nothing but programs that return at once.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.sampling.sample import TokenTarget
+from radixmesh.kernels.sampling.candidates import BLOCK
+from radixmesh.kernels.sampling.sample import TokenTarget, cut_of
+from radixmesh.kernels.sampling.sample_params import packed_order
 
 NO_MASK = -1
 """Of a slot that follows no grammar."""
 NO_LENGTH = 2**31 - 1
 """Likewise: no position is behind it."""
 LATE = -2
-_WORDS = 64  # Words of a mask that a program reads at a time: 256 bytes of host memory.
+_WORDS = 128  # Words of a mask that a program reads at a time.
 _SEARCH = 1024
 _ROWS = 128
 
 
 class HostMasks(NamedTuple):
-    """Host memory that the device reads where it lies, int32. words_MW: bit i of word w is id 32 w + i, 1 = allowed.
+    """int32. words_MW: bit i of word w is id 32 w + i, 1 = allowed; on the device, or host memory that it reads.
 
-    positions_M: index in prompt + output of the token that a mask is for; the host writes it behind the mask's words.
+    positions_M: index in prompt + output of the token that a mask is for, in host memory that the device reads; the
+    host writes it when the mask's words are there.
     """
 
     words_MW: torch.Tensor
@@ -99,18 +102,33 @@ def _take_kernel(row_slots_ptr, positions_ptr, masks_ptr, lengths_ptr, host_posi
     tl.store(taken_ptr + row, taken)
 
 
-@triton.jit(do_not_specialize=["W"])
-def _apply_kernel(logits_ptr, taken_ptr, words_ptr, V, W, stride, words_stride, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["W", "num_ids"])
+def _apply_kernel(
+    logits_ptr, taken_ptr, words_ptr, highest_ptr, V, W, stride, words_stride, highest_stride, num_ids,
+    WORDS: tl.constexpr, HAS_HIGHEST: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     mask = tl.load(taken_ptr + row).to(tl.int64)
     if mask >= 0:
-        at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-        words = tl.load(words_ptr + mask * words_stride + at, mask=at < W, other=0)
-        bit = tl.arange(0, 32)
-        is_forbidden = ((words[:, None] >> bit[None, :]) & 1) == 0
-        ids = at[:, None] * 32 + bit[None, :]
+        best = tl.full((WORDS, 32), -(2**63), tl.int64)
         gone = tl.full((WORDS, 32), float("-inf"), tl.float32)
-        tl.store(logits_ptr + row * stride + ids, gone, mask=is_forbidden & (ids < V))
+        bit = tl.arange(0, 32)
+        start = split * num_ids
+        end = tl.minimum(start + num_ids, V)
+        while start < end:
+            at = start // 32 + tl.arange(0, WORDS)
+            words = tl.load(words_ptr + mask * words_stride + at, mask=at < W, other=0)
+            ids = at[:, None] * 32 + bit[None, :]
+            is_allowed = ((words[:, None] >> bit[None, :]) & 1) != 0
+            is_own = ids < end
+            tl.store(logits_ptr + row * stride + ids, gone, mask=is_own & ~is_allowed)
+            if HAS_HIGHEST:
+                x = tl.load(logits_ptr + row * stride + ids, mask=is_own & is_allowed, other=float("-inf"))
+                best = tl.maximum(best, tl.where(is_own, packed_order(x.to(tl.float32), ids, False), -(2**63)))
+            start += WORDS * 32
+        if HAS_HIGHEST:
+            tl.store(highest_ptr + row * highest_stride + split, tl.max(tl.max(best, axis=1), axis=0))
 
 
 def take_masks(
@@ -126,15 +144,27 @@ def take_masks(
         )
 
 
-def apply_masks(logits_TV: torch.Tensor, taken_T: torch.Tensor, host: HostMasks) -> None:
-    """Sets what the taken masks forbid to -inf, in place. Rows without a mask cost programs that return at once."""
+def apply_masks(
+    logits_TV: torch.Tensor, taken_T: torch.Tensor, host: HostMasks, highest_TS: torch.Tensor | None = None
+) -> None:
+    """Sets what the taken masks forbid to -inf, in place.
+
+    highest_TS: as `sample_greedily` left it for these logits; that of masked rows becomes what it would have left for
+    the masked ones. None: nobody asks for it.
+    """
     (num_rows, vocab_size), num_words = logits_TV.shape, host.words_MW.shape[1]
     assert logits_TV.stride(1) == 1 and num_words == triton.cdiv(vocab_size, 32), (logits_TV.shape, num_words)
-    if num_rows:
-        _apply_kernel[(triton.cdiv(num_words, _WORDS), num_rows)](
-            logits_TV, taken_T, host.words_MW, vocab_size, num_words, logits_TV.stride(0), host.words_MW.stride(0),
-            WORDS=_WORDS, num_warps=4,
-        )  # fmt: skip
+    if not num_rows:
+        return
+    splits, num_ids = triton.cdiv(vocab_size, _WORDS * 32), _WORDS * 32
+    if highest_TS is not None:
+        cut = cut_of(num_rows, vocab_size)
+        splits, num_ids = cut.splits, cut.num_blocks * BLOCK
+    _apply_kernel[(splits, num_rows)](
+        logits_TV, taken_T, host.words_MW, taken_T if highest_TS is None else highest_TS, vocab_size, num_words,
+        logits_TV.stride(0), host.words_MW.stride(0), 0 if highest_TS is None else highest_TS.stride(0), num_ids,
+        WORDS=_WORDS, HAS_HIGHEST=highest_TS is not None, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -82,7 +82,7 @@ class SlotRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """Split of rows over programs: `splits` programs a row, of `num_blocks` blocks of ids each."""
 
     splits: int
@@ -143,12 +143,14 @@ def _gumbel_kernel(
             is_kept = mask & tl.where(is_infinite, x == highest, x == x)
             if HAS_CUT:
                 is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
-            total = tl.where(is_kept, score + _gumbel(seed, position, block, BLOCK), float("-inf"))
-            block_best = tl.max(total, axis=0)
-            block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
-            # Blocks come in the order of ids: an equal sum later on is a higher id.
-            best_id = tl.where(block_best > best, block_id, best_id)
-            best = tl.maximum(block_best, best)
+            # Nothing is left of most blocks behind a grammar's mask or a filter, and noise is what costs.
+            if tl.max((is_kept & (score > float("-inf"))).to(tl.int32), axis=0) != 0:
+                total = tl.where(is_kept, score + _gumbel(seed, position, block, BLOCK), float("-inf"))
+                block_best = tl.max(total, axis=0)
+                block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
+                # Blocks come in the order of ids: an equal sum later on is a higher id.
+                best_id = tl.where(block_best > best, block_id, best_id)
+                best = tl.maximum(block_best, best)
             block += 1
         tl.store(best_ptr + row * MAX_SPLITS + split, best)
         tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
@@ -203,7 +205,7 @@ def sample_greedily(
     _check(logits_TV, rows, scratch, target)
     if not len(logits_TV):
         return
-    cut = _cut(*logits_TV.shape)
+    cut = cut_of(*logits_TV.shape)
     _launch_highest(logits_TV, scratch, cut, is_adjusted=False, use_pdl=use_pdl)
     _launch_finish(rows, scratch, target, cut, Needs.NOTHING, use_pdl=use_pdl)
 
@@ -233,7 +235,7 @@ def sample_rows(
         assert num_rows <= len(scratch.counts_TV), "the scratch was made without penalties"
         adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV)
         logits_TV = scratch.adjusted_TV[:num_rows]
-    cut = _cut(num_rows, vocab_size)
+    cut = cut_of(num_rows, vocab_size)
     if is_adjusted or not has_highest:
         _launch_highest(logits_TV, scratch, cut, is_adjusted=is_adjusted)
     if Needs.NOISE in needs:
@@ -253,7 +255,7 @@ def sample_rows(
 
 
 def _launch_highest(
-    logits_TV: torch.Tensor, scratch: SampleScratch, cut: _Cut, *, is_adjusted: bool, use_pdl: bool = False
+    logits_TV: torch.Tensor, scratch: SampleScratch, cut: Cut, *, is_adjusted: bool, use_pdl: bool = False
 ) -> None:
     num_rows, vocab_size = logits_TV.shape
     _highest_kernel[(cut.splits, num_rows)](
@@ -266,7 +268,7 @@ def _launch_finish(
     rows: SlotRows,
     scratch: SampleScratch,
     target: TokenTarget,
-    cut: _Cut,
+    cut: Cut,
     needs: Needs,
     *,
     use_pdl: bool = False,
@@ -301,11 +303,12 @@ def compile_sampling(params: SampleParams, vocab_size: int, dtype: torch.dtype) 
             sample_rows(logits_TV, rows, scratch, target, penalties | noise)
 
 
-def _cut(num_rows: int, vocab_size: int) -> _Cut:
+def cut_of(num_rows: int, vocab_size: int) -> Cut:
+    """The split of so many rows: column s of highest_TS is of the ids of split s."""
     blocks = triton.cdiv(vocab_size, BLOCK)
     splits = min(max(_PROGRAMS // num_rows, 1), blocks, _MAX_SPLITS)
     num_blocks = triton.cdiv(blocks, splits)
-    return _Cut(triton.cdiv(blocks, num_blocks), num_blocks)
+    return Cut(triton.cdiv(blocks, num_blocks), num_blocks)
 
 
 def _check(logits_TV: torch.Tensor, rows: SlotRows, scratch: SampleScratch, target: TokenTarget) -> None:

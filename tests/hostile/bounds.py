@@ -29,6 +29,8 @@ SUBMIT = (64 << 20, f"{D}scheduler.queue.validation:check_submission")
 STOPS = (64, f"{D}runtime.sampling:check_stops")
 # Read as arrays of one message at most, and dropped: no runner speculates yet.
 DRAFTS = (64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")
+# Pages and host pages that are compared with the worker's.
+MOVES = (64 << 20, f"{D}worker.plans.host_tier:check_moves")
 PLAN_COUNT = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 
 
@@ -204,6 +206,9 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("worker.v1.Grants", slots=PLAN, counts=PLAN, pages=PLAN),
     **_rows("worker.v1.PageCopies", source_pages=PLAN, target_pages=PLAN, num_tokens=PLAN),
+    **_rows(
+        "worker.v1.PageMoves", op_ids=MOVES, counts=MOVES, device_pages=MOVES, host_pages=MOVES, previous_pages=MOVES
+    ),
     **_rows("worker.v1.Chunks", slots=PLAN, lengths=PLAN),
     **_rows("worker.v1.DecodeSet", slots=PLAN),
     **_rows("worker.v1.Drafts", slots=DRAFTS, generations=DRAFTS, starts=DRAFTS, counts=DRAFTS, ids=DRAFTS),

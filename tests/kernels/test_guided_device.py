@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -50,9 +51,22 @@ def _runner(device: HostDevice, **changes: object) -> ModelRunner:
     return load_device_runner(MODEL, settings, device)
 
 
+def _told_when_collected(runner: ModelRunner) -> ModelRunner:
+    """Masks are filled once a step is collected, `lag` steps behind its launch."""
+    launch = runner.launch
+
+    def launched(*arguments):
+        step = launch(*arguments)
+        step.tokens = None
+        return step
+
+    runner.launch = launched  # type: ignore[method-assign]
+    return runner
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_guided_rows_are_those_of_the_cpu_worker_however_late_their_masks_are(expected, lag):
-    run = GuidedRun(_runner(HostDevice()), SOURCES, FIVE_SAMPLINGS)
+    run = GuidedRun(_told_when_collected(_runner(HostDevice())), SOURCES, FIVE_SAMPLINGS)
     run.run(NUM_TOKENS * (1 + lag) + 25, lag=lag)
     assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
     # The device computes a step as soon as it is launched: with steps ahead, every other mask is late.
@@ -61,6 +75,33 @@ def test_guided_rows_are_those_of_the_cpu_worker_however_late_their_masks_are(ex
     for slot in (2, 4):
         if len(expected[slot]) < NUM_TOKENS:
             assert re.fullmatch("(ab|c[0-9]{2}){2,3}", text_of(run.tokens[slot]))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_masks_of_steps_that_are_followed_at_once_are_those_of_the_cpu_worker(expected, lag):
+    run = GuidedRun(_runner(HostDevice()), SOURCES, FIVE_SAMPLINGS)
+    deadline = time.monotonic() + 60
+    while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+        assert time.monotonic() < deadline, run.tokens
+        run.run(5, lag=lag)
+    assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+
+
+def test_masks_are_there_before_their_steps_are_collected():
+    """The step thread may be at other work when the device has told a step's tokens."""
+    runner = _runner(HostDevice())
+    run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS)
+    run.run(2, lag=0)
+    positions = runner.masks._positions  # type: ignore[attr-defined]
+    before, steps = positions.copy(), []
+    for _ in range(12):
+        steps.append(run.steps.executor.launch(run.steps.plan()))
+        run.steps.next_step += 1
+        time.sleep(0.05)
+    # One more may have been on its way from a step that was collected.
+    assert (positions > before + 1).any(), "nobody follows a step that is not collected"
+    for step in steps:
+        step.result()
 
 
 def test_captured_steps_read_masks_anew(expected):

@@ -125,6 +125,14 @@ def test_kernels_of_drafts_compile_and_fit(num_drafts):
         assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(1024, 1024), (576,), (36, 3)])
+def test_kernels_that_copy_kv_compile_and_fit(rows):
+    launches = _compiled("copies", "bfloat16", *rows)
+    assert len(launches) == 2 * len(rows)
+    assert all(launch["stack"] == 0 and launch["registers"] <= 128 for launch in launches), launches
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
-from radixmesh.kernels.sampling import forced
+from radixmesh.kernels.sampling import forced, sample
 from radixmesh.kernels.sampling.drafts import DraftRows, SlotLengths, accept_drafts
 from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, take_chains
 from radixmesh.kernels.sampling.masks import (
@@ -28,7 +28,7 @@ from radixmesh.kernels.sampling.masks import (
     settle_masks,
     take_masks,
 )
-from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, sample_rows
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, cut_of, sample_greedily, sample_rows
 from radixmesh.kernels.sampling.sample_params import Needs
 
 _NAN, _INF = float("nan"), float("inf")
@@ -82,6 +82,37 @@ def test_masked_rows_sample_as_on_the_cpu(vocab_size: int, dtype: torch.dtype, d
     assert tokens == expected and all(allowed[row, token] for row, token in enumerate(tokens[:3]))
     assert state.lengths.tolist() == [NO_LENGTH, 7, 6, 5, NO_LENGTH]
     assert state.last_tokens.tolist()[1:4] == tokens[2::-1]
+
+
+@pytest.mark.parametrize("num_programs", [1024, 8])
+def test_the_highest_of_masked_rows_is_that_of_their_masked_logits(num_programs, device, monkeypatch) -> None:
+    """As a sample of all rows would find it in the masked logits, at the borders of its splits too; free and late rows
+    keep theirs."""
+    monkeypatch.setattr(sample, "_PROGRAMS", num_programs)
+    num_rows, vocab_size, rng = 4, 9000, np.random.default_rng(1)
+    logits = torch.from_numpy(rng.standard_normal((num_rows, vocab_size)).astype(np.float32)).to(device)
+    logits[0, 8191] = logits[2, 4096] = 9.0
+    taken = _ints([0, NO_MASK, 1, LATE], device)
+    allowed = rng.random((2, vocab_size)) < 0.01
+    allowed[0, 8191] = allowed[1, 4096] = True
+    host = _host(allowed, [0, 0], device)
+    inputs = [
+        SampleInput(sampling=Sampling(temperature=0.0), prompt_ids=_NONE, output_ids=_NONE, position=4)
+        for _ in range(num_rows)
+    ]
+    slots, positions = _ints(list(range(num_rows)), device), _ints([4] * num_rows, device)
+    params = params_of(inputs, list(range(num_rows)), device)
+    target = new_target(num_rows, num_rows, device, ring_index=0)
+    rows = SlotRows(params, slots, positions)
+    scratch, anew = (SampleScratch(num_rows, vocab_size, device, has_penalties=False) for _ in range(2))
+    sample_greedily(logits, rows, scratch, target)
+    apply_masks(logits, taken, host, scratch.highest_TS)
+    sample_greedily(logits, rows, anew, target)
+    splits = cut_of(num_rows, vocab_size).splits
+    assert splits > 1 and torch.equal(scratch.highest_TS[:, :splits], anew.highest_TS[:, :splits])
+    assert target.ring_RT[0, 0] == 8191 and target.ring_RT[0, 2] == 4096
+    is_gone = logits.cpu().numpy() == -np.inf
+    assert (is_gone[0] == ~allowed[0]).all() and (is_gone[2] == ~allowed[1]).all() and not is_gone[[1, 3]].any()
 
 
 def test_a_late_row_leaves_its_slot_as_it_was(device: torch.device) -> None:

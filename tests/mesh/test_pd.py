@@ -10,6 +10,7 @@ import pytest
 from support.fault_injection import kill_in_turn
 from support.jobs import Job, recitations, sampled_recitations
 from support.mesh import Mesh, running_mesh
+from support.wire import metrics_of
 
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -17,7 +18,12 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 SEED = 22
 NUM_STREAMS = 6
 DAEMONS = ("worker", "scheduler", "worker-prefill", "scheduler-prefill", "router")
-CHECKED = {"scheduler-prefill": {"check_invariants": "true"}, "worker-prefill": {"cpu_threads": 1}}
+CHECKED = {
+    "router": {"metrics_listen": "0.0.0.0:9100"},
+    "scheduler-prefill": {"check_invariants": "true"},
+    "worker-prefill": {"cpu_threads": 1},
+}
+FIRST_TOKENS = "radixmesh_remote_first_tokens_total"
 
 
 async def state_of(mesh: Mesh, service: str) -> scheduler_pb2.GetStateResponse:
@@ -48,6 +54,10 @@ async def check_recited(mesh: Mesh, jobs: list[Job], least: int) -> None:
     decoding, prefilling = await state_of(mesh, "scheduler"), await state_of(mesh, "scheduler-prefill")
     assert decoding.num_kv_arrived >= least and prefilling.num_kv_handed_over >= decoding.num_kv_arrived
     assert prefilling.prefilled_tokens > decoding.prefilled_tokens
+    # The first token is the prefill side's: it is not sampled once more.
+    async with asyncio.timeout(30):
+        while (await metrics_of(mesh.cluster.address("router", 1, 9100)))[FIRST_TOKENS] < decoding.num_kv_arrived:
+            await asyncio.sleep(0.1)
     assert mesh.bugs == []
 
 

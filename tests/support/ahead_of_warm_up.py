@@ -1,7 +1,8 @@
 """Kernels that a start compiles ahead of its warm-up, for an H200, on a machine that has none. Nothing is launched.
 
-Run as a program without TRITON_INTERPRET: prints JSON, the number of kernels of a first pass and of a second one, and
-how many of them were made ready for their first launch.
+Run as a program without TRITON_INTERPRET: prints JSON, the number of kernels of a first pass and of a second one, how
+many of them were made ready for their first launch, the number that a process beside it was asked for, and the number
+of kernels that were in the cache in the first pass.
 Memory that no kernel wrote is filled with the largest numbers: one that was used as an index would end the program.
 """
 
@@ -15,9 +16,11 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from radixmesh.daemons.worker.cuda import kernel_choice, load
+from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.step import compile_ahead
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice
@@ -52,15 +55,20 @@ def main() -> None:
         num_slots=16,
     )
     runner = load.load_device_runner(Path(sys.argv[1]), settings, ReplayingDevice())
+    compilers = KernelCompilers(2, Path(knobs.cache.dir) / "note")
+    compilers.ask(runner.launch_all)
+    compilers.wait()
+    from_cache: list[bool] = []
+    knobs.compilation.listener = lambda **compiled: from_cache.append(compiled["cache_hit"])
     found = []
     for _ in range(2):
-        with runner.device.in_order(), torch.inference_mode(), compile_ahead.compiling_ahead() as kernels:
-            runner._launch_all()
+        with compile_ahead.compiling_ahead() as kernels:
+            runner.launch_all()
         assert all(kernel.exception() is None for kernel in kernels), kernels
         found.append(len(kernels))
     assert compile_ahead.can_compile_ahead()
     assert all(name.startswith("compile") for name in launchers), launchers
-    print(json.dumps([*found, len(launchers)]))
+    print(json.dumps([*found, len(launchers), compilers.num_kernels, sum(from_cache)]))
 
 
 if __name__ == "__main__":

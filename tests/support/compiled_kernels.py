@@ -242,6 +242,17 @@ def _runner_launches(folder: Path) -> None:
         load_device_runner(folder, settings, ReplayingDevice()).warm_up()
 
 
+def _copy_launches(dtype: torch.dtype, *rows: int) -> None:
+    """Gather and scatter of KV whose planes have rows of such sizes."""
+    from radixmesh.kernels.kv_copy import gather_rows, scatter_rows, token_bytes_of
+
+    planes = [torch.zeros(3, 8, row, dtype=dtype) for row in rows]
+    indexes = torch.zeros(5, dtype=torch.int32)
+    region = torch.zeros(5 * token_bytes_of(planes), dtype=torch.uint8)
+    gather_rows(planes, indexes, region)
+    scatter_rows(planes, indexes, region)
+
+
 def _draft_launches(num_drafts: int) -> None:
     """Drafts of a step: proposed on the device, expanded, accepted."""
     from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
@@ -284,8 +295,9 @@ def _follow_launches(num_drafts: int, inputs, state) -> None:
 
 
 def main() -> None:
-    """Arguments: runner FOLDER; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE
-    HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
+    """Arguments: runner FOLDER; copies DTYPE ROW ...; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM
+    HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS
+    PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -299,6 +311,8 @@ def main() -> None:
     what, *rest = sys.argv[1:]
     if what == "runner":
         _runner_launches(Path(rest[0]))
+    elif what == "copies":
+        _copy_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
     elif what == "drafts":
         _draft_launches(int(rest[0]))
     elif what == "attention":

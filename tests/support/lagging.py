@@ -102,6 +102,7 @@ class LateGuides:
     def __init__(self) -> None:
         self._rng = np.random.default_rng(6)
         self.num_late = 0
+        self.has_errors = False
 
     def __len__(self) -> int:
         return 1

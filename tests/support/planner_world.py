@@ -58,10 +58,13 @@ class World:
         max_tokens_per_row: int = 1,
         row_seed: int = 0,
         runner: ModelRunner | None = None,
+        num_host_pages: int = 0,
+        load_token_us: float = 500.0,
         **choices: object,
     ) -> None:
         """max_tokens_per_row: above 1 a decode yields 0 to so many tokens a step, at random from `row_seed`. runner: in
-        place of a simulated one; its sizes count, and nothing is expected of its outputs."""
+        place of a simulated one; its sizes count, and nothing is expected of its outputs. num_host_pages: of the host
+        tier; a load takes load_token_us of virtual time a token, so that steps run meanwhile."""
         self.max_tokens_per_row = max_tokens_per_row
         if max_tokens_per_row > 1:
             runner_class = partial(UnevenRunner, max_tokens_per_row=max_tokens_per_row, row_seed=row_seed)  # type: ignore[assignment]
@@ -72,14 +75,17 @@ class World:
             vocab_size=VOCAB_SIZE,
             max_total_len=max_total_len,
             alphabet=self.alphabet,
-            latency=LatencyModel(),
+            latency=LatencyModel(per_loaded_token=load_token_us),
             clock=VirtualClock(),
         )
+        if num_host_pages:
+            runner.add_host_pool(num_host_pages * page_size * runner.kv_token_bytes)
         self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
         self.group = GroupInfo(
             page_size=runner.page_size,
             num_pages=runner.num_pages,
             num_slots=num_slots,
+            num_host_pages=num_host_pages,
             max_tokens_per_step=max_tokens_per_step,
             max_plans_in_flight=4,
             max_tokens_per_row=runner.max_tokens_per_row,
@@ -119,7 +125,9 @@ class World:
 
     def snapshot(self) -> CacheSnapshot:
         parts, names = self.executor.snapshot()
-        return CacheSnapshot(records=joined(parts), names=tuple(names))
+        host = self.executor.host_snapshot()
+        of_host = None if host is None else CacheSnapshot(records=joined(host[0]), names=tuple(host[1]))
+        return CacheSnapshot(records=joined(parts), names=tuple(names), host=of_host)
 
     def submission(self, prompt: list[int], **changes: object) -> Submission:
         self._num_handles += 1
@@ -228,13 +236,23 @@ class World:
         assert not state.retracting and not state.in_flight and not state.releases
         assert pool.num_owned == pool.num_leased == pool.num_quarantined == 0
         assert pool.num_free + pool.num_cached == pool.num_pages
+        assert not self.planner.loads.num_under_way and not pool.num_loading
+        if state.pages.host is not None:
+            host = state.pages.host
+            assert not host.has_saves and host.cache.num_evictable == host.cache.num_cached == host.pages.num_used
+            assert host.pages.count_used() == host.pages.num_used
+        self.planner.loads.let_go(state)
         assert state.pages.cache.num_evictable == state.pages.cache.num_cached == pool.num_cached
         assert self.planner.num_waiting == self.planner.waiting_tokens == 0
         assert not self.executor.table.is_occupied.any(), "a slot of the worker was never released"
 
 
 def new_executor(
-    world: World, *, step_us: float | None = None, runner_class: type[SimulatedRunner] = SimulatedRunner
+    world: World,
+    *,
+    step_us: float | None = None,
+    runner_class: type[SimulatedRunner] = SimulatedRunner,
+    num_host_pages: int = 0,
 ) -> StepExecutor:
     """A worker that has just started: no KV, no epochs. step_us: time of a step beyond what its tokens take."""
     runner = runner_class(
@@ -246,6 +264,8 @@ def new_executor(
         latency=LatencyModel() if step_us is None else LatencyModel(base=step_us),
         clock=VirtualClock(),
     )
+    if num_host_pages:
+        runner.add_host_pool(num_host_pages * world.group.page_size * runner.kv_token_bytes)
     return StepExecutor(runner, num_slots=world.group.num_slots, max_tokens_per_step=world.group.max_tokens_per_step)
 
 

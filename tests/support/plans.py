@@ -28,6 +28,8 @@ def simulated_executor(
     runner_class=SimulatedRunner,
     blobs=None,
     grammars=None,
+    num_host_pages=0,
+    load_token_us=0.0,
 ):
     """A fresh simulated worker without a daemon around it, in epoch 1."""
     runner = runner_class(
@@ -36,9 +38,11 @@ def simulated_executor(
         vocab_size=VOCAB_SIZE,
         max_total_len=max_total_len,
         alphabet=alphabet,
-        latency=LatencyModel(),
+        latency=LatencyModel(per_loaded_token=load_token_us),
         clock=VirtualClock(),
     )
+    if num_host_pages:
+        runner.add_host_pool(num_host_pages * page_size * runner.kv_token_bytes)
     executor = StepExecutor(
         runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step, blobs=blobs, grammars=grammars
     )

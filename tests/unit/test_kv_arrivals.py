@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -110,3 +112,22 @@ def test_a_flush_does_not_wait_for_transfers_whose_requests_wait_for_the_flush(i
     assert plan is not None and plan.barrier_ops, "nothing else runs"
     assert not len(arrivals) and state.num_available == state.num_pages
     assert wish in planner.flush._planned
+
+
+def test_a_transfer_outlives_the_attempt_that_a_later_one_replaces() -> None:
+    world = World(page_size=1, num_pages=64)
+    planner, arrivals = world.planner, world.planner.arrivals
+    state = planner.state
+    assert state is not None
+    ids = as_ints(range(3, 20))
+    arrival = arrivals.reserve(state, "t", ids, "", 60.0, 1, 0.0)
+    assert arrival is not None and arrivals.prepared(arrival)
+    submission = world.submission([*range(3, 20)], transfer_id="t")
+    planner.submit(submission)
+    assert planner.plan(0.0) is None and arrival.sequences, "it waits"
+    again = replace(submission, handle=submission.handle + 1, attempt=1, resumed_output_ids=as_ints([5]))
+    planner.submit(again)
+    assert planner.plan(0.1) is None and arrival.state is ArrivalState.RESERVED
+    planner.abort(submission.key.request_id)
+    planner.plan(0.2)
+    assert arrival.state is ArrivalState.FAILED and not len(arrivals)

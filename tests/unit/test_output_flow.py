@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.router_requests import change, new_request
 
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
@@ -341,3 +342,17 @@ def test_a_released_request_is_ended_at_its_schedulers_and_forgotten() -> None:
     assert world.link.calls == [("cancel", world.request, 4 << 16)], "once a scheduler, and no later resumption"
     assert len(world.journal) == 0 == world.journal.num_bytes
     assert world.detokenizers.take() == ["close_output"] * 2
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_first_token_from_elsewhere_is_delivered_and_may_end_the_output(is_last: bool) -> None:
+    world = World(ids_only=True, max_tokens=1 if is_last else 5)
+    output = world.running()
+    prompt = RemotePrompt(transfer_id="t", output=output, attempt=0, cached_tokens=3)
+    prompt.ids.append(9)
+    world.schedulers.prefills = SimpleNamespace(over=lambda prompt, *, is_handed_over: prompt.give())
+    world.flow.on_prefill_over(prompt, is_handed_over=not is_last)
+    assert list(output.ids) == [9] and output.num_seen == 1
+    assert (output.state is OutputState.FINISHED) == is_last
+    assert [call[0] for call in world.link.calls] == (["cancel"] if is_last else [])
+    assert not is_last or (output.ending is not None and output.ending.cached_tokens == 3)

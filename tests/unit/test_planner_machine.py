@@ -12,6 +12,7 @@ from support.planner_world import Record, World
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
+from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
 
 PROMPTS = st.one_of(
     st.lists(st.integers(2, 63), min_size=1, max_size=40),
@@ -39,6 +40,10 @@ class PlannerMachine(RuleBasedStateMachine):
         decode_reserve_tokens=st.sampled_from([1, 32]),
         max_tokens_per_row=st.sampled_from([1, 2, 4, 9]),
         row_seed=st.integers(0, 1000),
+        tier=st.sampled_from(
+            [(0, "write_through"), (3, "write_through"), (3, "selective"), (3, "write_back"), (0.5, "write_back")]
+        ),
+        load_token_us=st.sampled_from([0.0, 300.0, 5000.0]),
     )
     def start(
         self,
@@ -54,7 +59,10 @@ class PlannerMachine(RuleBasedStateMachine):
         decode_reserve_tokens: int,
         max_tokens_per_row: int,
         row_seed: int,
+        tier: tuple[float, str],
+        load_token_us: float,
     ) -> None:
+        """tier: host pages as a multiple of the device's, and the write policy."""
         self.depth = depth
         self.world = World(
             page_size=page_size,
@@ -71,6 +79,9 @@ class PlannerMachine(RuleBasedStateMachine):
             max_total_len=90,
             max_tokens_per_row=max_tokens_per_row,
             row_seed=row_seed,
+            num_host_pages=int(tier[0] * num_tokens // page_size),
+            load_token_us=load_token_us,
+            tiers=TierSettings(policy=WritePolicy(tier[1]), min_hits=1, load_timeout_s=5.0),
         )
         self.cut: dict[tuple[int, int], int] = {}
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from support.router_requests import change, new_request
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.submit import prefill_of
 from radixmesh.daemons.router.requests.delivery import Delivery
-from radixmesh.daemons.router.requests.journal import Journal, Output
+from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState
+from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.updates import Logprobs
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
-from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 PREFILL, DECODE = scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE
@@ -32,6 +34,7 @@ class FakeLink(SimpleNamespace):
         self.reservations: list[Any] = []
         self.prefills: list[str] = []
         self.cancelled: list[int] = []
+        self.resubmitted: list[tuple[int, ...]] = []
 
     def reserve(self, reservation: scheduler_pb2.Reservation) -> None:
         self.reservations.append(reservation)
@@ -42,6 +45,10 @@ class FakeLink(SimpleNamespace):
     def cancel(self, request: object, *, below_attempt: int, index: int) -> None:
         self.cancelled.append(below_attempt)
 
+    def submit_again(self, output: Output) -> int:
+        self.resubmitted.append(tuple(output.ids))
+        return 7
+
     def is_without_tokens(self, output: Output) -> bool:
         return bool(self.is_without)
 
@@ -50,7 +57,13 @@ class World:
     def __init__(self, *prefills: FakeLink, decode: FakeLink | None = None) -> None:
         self.decode = decode or FakeLink(DECODE)
         table = SimpleNamespace(prefilling=lambda output: list(prefills))
-        placement: Any = SimpleNamespace(table=table, matched_tokens=lambda output, link: link.cached)
+        self.accounts: list[object] = []
+        placement: Any = SimpleNamespace(
+            table=table,
+            matched_tokens=lambda output, link: link.cached,
+            on_left=lambda link, sequence: self.accounts.append(("left", sequence)),
+            take_sent=lambda link, decision: self.accounts.append("sent"),
+        )
         self.now = 0.0
         self.remote = RemotePrefills(placement, least_tokens=8, clock=lambda: self.now)
         request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=4)
@@ -58,6 +71,7 @@ class World:
         request.num_prompt = 20
         self.output = request.outputs[0]
         self.output.attempt_no = 0
+        self.output.state = OutputState.RUNNING
 
     def begin(self) -> str:
         self.remote.begin(self.output, self.decode)  # type: ignore[arg-type]
@@ -67,6 +81,13 @@ class World:
         target = scheduler_pb2.TransferTarget(transfer_id=transfer_id) if has_target else None
         result = scheduler_pb2.ReservationResult(transfer_id=transfer_id, target=target)
         self.remote.answered(self.decode, result)  # type: ignore[arg-type]
+
+    def over(self, transfer_id: str, *ids: int, is_handed_over: bool = True, logprobs: int = 0) -> bool:
+        """The prefill side is through, with these ids and as many logprobs."""
+        prompt = RemotePrompt(transfer_id=transfer_id, output=self.output, attempt=0)
+        prompt.ids.extend(ids)
+        prompt.logprobs = [Logprobs(pack_floats([-0.5]))] * logprobs
+        return self.remote.over(prompt, is_handed_over=is_handed_over)
 
     def told(self) -> list[tuple[bool, int]]:
         """Reservations that the decode side got: whether each is a cancellation, and its prompt's bytes."""
@@ -83,7 +104,7 @@ def test_the_prefill_with_the_least_to_compute_gets_the_prompt() -> None:
     assert cached.prefills == [transfer_id] and not (busy.prefills or idle.prefills)
     world.answer(transfer_id)
     assert len(cached.prefills) == 1, "an answer counts once"
-    world.remote.over(transfer_id, is_handed_over=True)
+    world.over(transfer_id)
     world.decode.is_without = False
     world.now = 2.0
     world.remote.tick(world.now)
@@ -99,7 +120,7 @@ def test_a_prefill_that_will_not_come_is_told_at_once(event: str) -> None:
         link.is_group_serving = False
     world.answer(transfer_id, has_target=event != "no place")
     if event == "lost":
-        world.remote.over(transfer_id, is_handed_over=False)
+        world.over(transfer_id, is_handed_over=False)
     assert not len(world.remote)
     assert world.told()[1:] == ([] if event == "no place" else [(True, 0)])
 
@@ -111,7 +132,7 @@ def test_leases_are_renewed_while_the_prefill_runs_and_no_longer() -> None:
     for world.now in (1.0, 1.5, 2.0):
         world.remote.tick(world.now)
     assert world.told()[1:] == [(False, 0), (False, 0)]
-    world.remote.over(transfer_id, is_handed_over=True)
+    world.over(transfer_id)
     world.remote.tick(9.0)
     assert len(world.told()) == 3, "from now on it arrives, or the decode side computes it"
 
@@ -136,7 +157,7 @@ def test_what_is_being_sent_outlives_the_group() -> None:
     world = World(link)
     transfer_id = world.begin()
     world.answer(transfer_id)
-    world.remote.over(transfer_id, is_handed_over=True)
+    world.over(transfer_id)
     link.is_group_serving = False
     world.remote.tick(0.1)
     assert len(world.remote) == 1 and not link.cancelled, "its worker may live and write"
@@ -150,7 +171,7 @@ def test_an_output_that_leaves_ends_its_prefill() -> None:
     world.remote.end(world.output)
     assert world.told()[1:] == [(True, 0)] and link.cancelled == [1] and not world.output.transfer_id
     world.remote.end(world.output)
-    world.remote.over(transfer_id, is_handed_over=True)
+    world.over(transfer_id)
     assert len(world.told()) == 2
 
 
@@ -170,9 +191,51 @@ def test_what_runs_in_place() -> None:
         assert not world.begin() and not world.decode.reservations, case
 
 
-def test_a_prefill_has_the_prompt_and_none_of_its_options() -> None:
+def test_a_prefill_samples_as_the_output_does_and_keeps_no_room_for_it() -> None:
     world = World(FakeLink(PREFILL))
+    change(world.output.request, seeds=(77,), sampling={"temperature": 0.5}, stop={"max_tokens": 9, "min_tokens": 4})
+    world.output.transfer_id = "t"
     submit = prefill_of(world.output, 7, 8, scheduler_pb2.TransferTarget(transfer_id="t", num_tokens=20))
     assert (submit.handle, submit.sequence, submit.attempt, submit.send_kv_to.transfer_id) == (7, 8, 0, "t")
-    assert submit.prompt_ids == pack_ints(range(20)) and not submit.transfer_id and not submit.grammar_hash
-    assert submit.stop == common_pb2.StopParams(max_tokens=2, ignore_eos=True), "no token ends it before it is sent"
+    assert submit.prompt_ids == pack_ints(range(20)) and not submit.transfer_id
+    assert (submit.sampling.seed, submit.sampling.temperature) == (77, 0.5)
+    assert (submit.stop.max_tokens, submit.stop.min_tokens, submit.stop.ignore_eos) == (2, 2, False)
+
+
+def test_the_output_goes_on_behind_the_prefills_first_token() -> None:
+    world = World(FakeLink(PREFILL))
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    assert world.over(transfer_id, 5)
+    assert world.decode.resubmitted == [(5,)] and world.accounts == [("left", 7), "sent"]
+    assert len(world.remote) == 1 and world.output.transfer_id == transfer_id, "its KV is still on its way"
+    assert world.told()[1:] == []
+
+
+def test_a_token_of_the_decode_sides_own_is_kept() -> None:
+    world = World(FakeLink(PREFILL))
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    world.decode.is_without = False
+    assert not world.over(transfer_id, 5) and not world.output.ids and not world.decode.resubmitted
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 1])
+def test_a_token_counts_with_its_logprobs_alone(num_logprobs: int) -> None:
+    world = World(FakeLink(PREFILL))
+    world.output.logprobs = LogprobTrack(0)
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    assert world.over(transfer_id, 5, logprobs=num_logprobs) == bool(num_logprobs)
+    assert len(world.output.ids) == world.output.logprobs.end == num_logprobs == len(world.decode.resubmitted)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_output_that_the_first_token_ends_goes_nowhere(ends: bool) -> None:
+    world = World(FakeLink(PREFILL))
+    world.output.request.end_ids = frozenset([5] if ends else [6])
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    assert world.over(transfer_id, 5, is_handed_over=False)
+    assert world.decode.resubmitted == ([] if ends else [(5,)])
+    assert len(world.remote) == ends, "whoever ends the output ends its prefill"

@@ -13,6 +13,7 @@ from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.frame_stream import FrameStream
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.requests.delivery import Delivery
@@ -54,7 +55,7 @@ class Events:
         self.told: list[object] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        def tell(*arguments: object) -> None:
+        def tell(*arguments: object, **options: object) -> None:
             self.told.append((name, *arguments))
 
         return tell
@@ -221,3 +222,38 @@ async def test_an_end_with_another_count_than_came_breaks_the_stream_and_the_out
             while "on_scheduler_lost" not in made.events.names():
                 await asyncio.sleep(0)
         assert not made.link.num_running
+
+
+async def test_an_output_that_is_submitted_again_is_a_new_attempt_and_the_old_ones_rows_are_dropped() -> None:
+    async with talk() as made:
+        output = made.output()
+        old = tokens(output, [5])
+        output.ids.append(9)
+        assert made.link.submit_again(output) == 1
+        assert (output.attempt_no, made.link.num_running, made.link.is_without_tokens(output)) == (1, 1, True)
+        assert await made.hear(Frame(tokens=old)) == [] and list(output.ids) == [9]
+        assert await made.hear(Frame(tokens=tokens(output, [6]))) == ["on_first_token", "on_tokens"]
+        assert list(output.ids) == [9, 6]
+        sent = [submit for frame in made.wire.sent for submit in frame.submits]
+        assert [(s.attempt, s.resumed_output_ids) for s in sent] == [(1, pack_ints([9]))], (
+            "the first is not sent any more"
+        )
+
+
+async def test_a_prompt_for_elsewhere_ends_with_its_token() -> None:
+    async with talk() as made:
+        (output,) = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=10).outputs
+        output.attempt_no = 2
+        made.link.prefill(output, "t", scheduler_pb2.TransferTarget(transfer_id="t"))
+        batch = scheduler_pb2.TokenBatch(
+            handles=pack_ints([1]),
+            attempts=pack_ints([2]),
+            first_output_indexes=pack_ints([0]),
+            counts=pack_ints([1]),
+            ids=pack_ints([8]),
+        )
+        finished = scheduler_pb2.Finished(handle=1, attempt=2, reason=common_pb2.FINISH_REASON_HANDED_OVER)
+        assert await made.hear(Frame(tokens=batch, finished=[finished])) == ["on_prefill_over"]
+        ((_, prompt),) = cast("list[tuple[object, RemotePrompt]]", made.events.told)
+        assert (prompt.transfer_id, list(prompt.ids), made.link.num_prefills) == ("t", [8], 0)
+        assert not output.ids

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.peers.serve_rows import ServeRows
 from radixmesh.daemons.router.requests.delivery import Delivery
@@ -37,7 +38,7 @@ def running(count: int, *, max_tokens: int = 10) -> dict[int, Output]:
 
 
 def rows_of(outputs: dict[int, Output]) -> ServeRows:
-    return ServeRows(outputs, ServeChecks("s"))
+    return ServeRows(outputs, {}, ServeChecks("s"))
 
 
 def batch(*rows: tuple[int, int, int, list[int]], version: int = 0) -> scheduler_pb2.TokenBatch:
@@ -189,3 +190,22 @@ def test_a_vector_belongs_to_an_output_that_asked_for_one() -> None:
     assert rows.output_of_vector(vector) is outputs[1]
     vector.handle = 9
     assert rows.output_of_vector(vector) is None
+
+
+def test_rows_of_a_prompt_for_elsewhere_are_kept_apart() -> None:
+    (output,) = running(1).values()
+    prompt = RemotePrompt(transfer_id="t", output=output, attempt=0)
+    rows = ServeRows({}, {3: prompt}, ServeChecks("s"))
+    message = batch((3, 0, 0, [7]), (4, 0, 0, [8]), version=2)
+    message.logprobs.add(row=0, logprobs=logprobs(-0.25))
+    assert rows.take_tokens(message, VOCAB) == ([], 0) and not output.ids
+    assert (list(prompt.ids), prompt.weights_version, len(prompt.logprobs)) == ([7], 2, 1)
+    for row in ((3, 0, 0, [9]), (3, 1, 1, [9])):
+        rows.take_tokens(batch(row), VOCAB)
+    assert list(prompt.ids) == [7], "a repeated row, and one of another attempt"
+    with pytest.raises(MeshError, match="than were asked for"):
+        rows.take_tokens(batch((3, 0, 1, [9] * 10)), VOCAB)
+    wide = batch((3, 0, 1, [9]))
+    wide.logprobs.add(row=0, logprobs=logprobs(-0.25, num_top=3))
+    with pytest.raises(MeshError, match="alternatives"):
+        rows.take_tokens(wide, VOCAB)

@@ -64,9 +64,8 @@ def _guide(matcher: Counted) -> Guide:
 
 
 def _run(guides: Sequence[Guide]) -> None:
-    for guide in guides:
-        assert guide.push([3])
-    assert not run_together(guides)
+    shared, alone = Guide.begin([(guide, [3]) for guide in guides])
+    assert len(shared) + len(alone) == len(guides) and not run_together(shared, alone)
 
 
 def test_waiting_makes_no_output_slow_and_calls_stay_shared() -> None:

@@ -4,9 +4,10 @@ begin --> RESERVING --the decode side has a place--> PREFILLING --handed over-->
               |                                          |
               +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
 
-The output is at its decode side from the start, and waits there. Whatever happens to its prefill, that side computes
-the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds. So nothing of an
-output's life depends on any of this, and nothing is kept for it beyond the table here.
+The output is at its decode side from the start, and waits there. The prefill's first token is the output's: it goes to
+the client, and to the decode side with a new attempt, which begins with the second. Whatever happens to its prefill,
+that side computes the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds.
+So nothing of an output's life depends on any of this, and nothing is kept for it beyond the table here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.submit import reservation_of
-from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -103,16 +105,27 @@ class RemotePrefills:
         found.is_begun = True
         found.prefill.prefill(found.output, result.transfer_id, result.target)
 
-    def over(self, transfer_id: str, *, is_handed_over: bool) -> None:
-        """The prefill is done, or will not be."""
+    def over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> bool:
+        """The prefill is done, or will not be. True: its first token is the output's, which goes on behind it."""
+        transfer_id, output = prompt.transfer_id, prompt.output
         found = self._prefills.get(transfer_id)
         if found is None:
-            return
+            return False
+        # A token of the decode side's own is as good, and there: it has given up the transfer.
+        is_wanted = found.decode.is_connected and found.decode.is_without_tokens(output)
+        is_wanted &= output.state is OutputState.RUNNING and output.attempt_no < MAX_ATTEMPT_NO
+        is_given = is_wanted and prompt.give()
+        is_ended = is_given and output.known_ending is not None
         if is_handed_over:
             self.num_handed_over += 1
             found.is_sending = True
-        else:
+        elif not is_ended:
             self._give_up(transfer_id, found, is_known=True)
+        if is_given and not is_ended:
+            # The decode side may have begun by itself, and gone on with another token.
+            self._placement.on_left(found.decode, found.decode.submit_again(output))
+            self._placement.take_sent(found.decode, None)
+        return is_given
 
     def end(self, output: Output) -> None:
         """The output is not at its scheduler any more, or has its first token."""

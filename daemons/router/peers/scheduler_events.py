@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.requests.journal import Ending, Output
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -39,7 +40,7 @@ class SchedulerEvents(Protocol):
     def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         """The scheduler has a place for KV, or none."""
 
-    def on_prefill_over(self, transfer_id: str, *, is_handed_over: bool) -> None:
+    def on_prefill_over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> None:
         """A prompt that was computed for an output elsewhere: its KV is on its way, or will not come."""
 
     def on_load(self, link: SchedulerLink) -> None:

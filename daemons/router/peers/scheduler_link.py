@@ -11,6 +11,7 @@ from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.frame_stream import Dial
 from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.peer_link import PeerLink
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.peers.serve_frames import ServeFrames
@@ -61,7 +62,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._page_size = self._num_pages = 0
         self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
         """In disaggregated prefill and decode, as last announced."""
-        self._prefills: dict[int, str] = {}  # Transfer ids by handle.
+        self._prefills: dict[int, RemotePrompt] = {}
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
         self._sequence = 0
@@ -73,7 +74,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._handle_of_0 = 0  # The stream's submit number n has the handle n more.
         self._frames = ServeFrames()
         self._checks = ServeChecks(address)
-        self._rows = ServeRows(self._running, self._checks)
+        self._rows = ServeRows(self._running, self._prefills, self._checks)
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
 
     @property
@@ -160,14 +161,29 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def submit(self, output: Output) -> None:
         """Takes an output, as a new attempt."""
+        since_s = output.state_since
+        output.scheduler = self
+        output.max_ids = output.request.max_tokens
+        output.move_to(OutputState.RUNNING)
+        self._events.on_submitted(output, self, since_s)
+        self._submit(output)
+
+    def submit_again(self, output: Output) -> int:
+        """A new attempt in the place of the one here: it goes on behind ids that came from elsewhere. Returns the
+        sequence of the submit that it replaces."""
+        handle = output.scheduler_handle
+        del self._running[handle]
+        self._without_tokens.discard(handle)
+        sequence = self._sequences.pop(handle)
+        self._submit(output)
+        return sequence
+
+    def _submit(self, output: Output) -> None:
         self._last_handle += 1
         self._sequence += 1
         output.attempt_no += 1
-        output.scheduler, output.scheduler_handle = self, self._last_handle
-        since_s = output.state_since
-        output.num_submitted, output.max_ids = len(output.ids), output.request.max_tokens
-        output.move_to(OutputState.RUNNING)
-        self._events.on_submitted(output, self, since_s)
+        output.scheduler_handle = self._last_handle
+        output.num_submitted = len(output.ids)
         self._running[self._last_handle] = output
         self._sequences[self._last_handle] = self._sequence
         self._without_tokens.add(self._last_handle)
@@ -183,7 +199,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows."""
         self._last_handle += 1
         self._sequence += 1
-        self._prefills[self._last_handle] = transfer_id
+        self._prefills[self._last_handle] = RemotePrompt(transfer_id=transfer_id, output=output, attempt=output.attempt)
         self._frames.add_prefill(prefill_of(output, self._last_handle, self._sequence, target))
         self.wake()
 
@@ -273,9 +289,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             number = output.scheduler_handle - self._handle_of_0
             output.count_wait(was_accepted=number <= self.load.submit_sequence)
         self._frames.clear()
-        prefills, self._prefills = list(self._prefills.values()), {}
-        for transfer_id in prefills:
-            self._events.on_prefill_over(transfer_id, is_handed_over=False)
+        prefills = list(self._prefills.values())
+        self._prefills.clear()
+        for prompt in prefills:
+            self._events.on_prefill_over(prompt, is_handed_over=False)
         for answer in self._abort_answers.values():
             if not answer.done():
                 answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
@@ -312,14 +329,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         for result in frame.reservation_results:
             self._events.on_reservation(self, result)
         for rejected in frame.rejected:
-            self._prefill_over(rejected.handle, is_handed_over=False)
-            output = self._running.get(rejected.handle)
-            if output is not None and output.attempt == rejected.attempt:
-                self.release(output)
-                error = MeshError.from_proto(rejected.error)
-                if error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB and output.request.grammar is not None:
-                    self._frames.forget_blob(output.request.grammar.hash)
-                self._events.on_rejected(output, self, error)
+            self._take_rejected(rejected)
         for aborted in frame.abort_results:
             answer = self._abort_answers.get(aborted.abort_id)
             if answer is not None and not answer.done():
@@ -348,14 +358,28 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 self._without_tokens.discard(handle)
                 self._events.on_first_token(self, self._sequences[handle])
 
-    def _prefill_over(self, handle: int, *, is_handed_over: bool) -> None:
-        transfer_id = self._prefills.pop(handle, None)
-        if transfer_id is not None:
-            self._events.on_prefill_over(transfer_id, is_handed_over=is_handed_over)
+    def _prefill_over(self, handle: int, *, is_handed_over: bool, cached_tokens: int = 0) -> None:
+        prompt = self._prefills.pop(handle, None)
+        if prompt is not None:
+            prompt.cached_tokens = min(cached_tokens, prompt.output.request.num_prompt)
+            self._events.on_prefill_over(prompt, is_handed_over=is_handed_over)
+
+    def _take_rejected(self, rejected: scheduler_pb2.Rejected) -> None:
+        prefill, output = self._prefills.get(rejected.handle), self._running.get(rejected.handle)
+        of = prefill.output if prefill is not None else output
+        error = MeshError.from_proto(rejected.error)
+        grammar = of.request.grammar if of is not None else None
+        if grammar is not None and error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB:
+            self._frames.forget_blob(grammar.hash)
+        self._prefill_over(rejected.handle, is_handed_over=False)
+        if output is not None and output.attempt == rejected.attempt:
+            self.release(output)
+            self._events.on_rejected(output, self, error)
 
     def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
         is_handed_over = finished.reason == common_pb2.FINISH_REASON_HANDED_OVER
-        self._prefill_over(finished.handle, is_handed_over=is_handed_over)
+        cached_tokens = finished.usage.cached_tokens
+        self._prefill_over(finished.handle, is_handed_over=is_handed_over, cached_tokens=cached_tokens)
         output = self._running.get(finished.handle)
         if output is None or output.attempt != finished.attempt:
             return

@@ -98,7 +98,12 @@ class ServeFrames:
                     break
             self._submits.popleft()
         # An abort of a prefill's attempt goes before it, never with it.
-        while self._prefills and not frame.aborts and budget.take(self._prefills[0].ByteSize()):
+        while self._prefills and not frame.aborts:
+            if self._prefills[0].grammar_hash in self._sent_blobs:
+                self._prefills[0].ClearField("blobs")
+            if not budget.take(self._prefills[0].ByteSize()):
+                break
+            self._note_blobs(self._prefills[0])
             frame.submits.append(self._prefills.popleft())
         return frame, refused
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.requests.journal import Output, OutputState
 from radixmesh.daemons.router.requests.updates import Logprobs
@@ -14,14 +15,18 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 
 class ServeRows:
-    """Of the stream to one scheduler. running: by handle, the outputs that are there; the link keeps it.
+    """Of the stream to one scheduler. running: by handle, the outputs that are there; prefills: prompts for outputs
+    elsewhere; the link keeps both.
 
     A row counts only if it is of the output's current attempt and of the next position. One that the journal has
     already is dropped; a gap raises PROTOCOL_VIOLATION, and so does all that was not asked for.
     """
 
-    def __init__(self, running: Mapping[int, Output], checks: ServeChecks) -> None:
+    def __init__(
+        self, running: Mapping[int, Output], prefills: Mapping[int, RemotePrompt], checks: ServeChecks
+    ) -> None:
         self._running = running
+        self._prefills = prefills
         self._checks = checks
 
     def take_tokens(self, batch: scheduler_pb2.TokenBatch, vocab_size: int) -> tuple[list[Output], int]:
@@ -35,12 +40,17 @@ class ServeRows:
         is_running = OutputState.RUNNING
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
+        prompts: dict[int, RemotePrompt] = {}
         end = num_tokens = 0
         try:
             for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
                 start, end = end, end + 4 * count
                 output = running.get(handle)
                 if output is None or output.state is not is_running or output.attempt != attempt:
+                    prompt = self._prefills.get(handle)
+                    if prompt is not None and prompt.attempt == attempt and first == len(prompt.ids):
+                        self._take_prompt(prompt, ids[start:end], version)
+                        prompts[row] = prompt
                     continue
                 if first > len(output.ids):
                     raise self._checks.broken(f"tokens from {first} where {len(output.ids)} was due")
@@ -56,6 +66,10 @@ class ServeRows:
                     by_row[row] = output
             if by_row:
                 self._take_logprobs(batch, by_row)
+            for entry in batch.logprobs if prompts else ():
+                if (prompt := prompts.get(entry.row)) is not None:
+                    self._checks.width(entry.logprobs, prompt.output.request)
+                    prompt.logprobs.append(_logprobs_of(entry.logprobs))
         except MeshError:
             # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
             # round: what comes after the next submit would be one off for good.
@@ -82,6 +96,12 @@ class ServeRows:
         if output is not None:
             self._checks.vector(vector, output.request)
         return output
+
+    def _take_prompt(self, prompt: RemotePrompt, ids: bytes, version: int) -> None:
+        if len(prompt.ids) + len(ids) // 4 > prompt.output.request.max_tokens:
+            raise self._checks.broken("more tokens of a prompt than were asked for")
+        prompt.ids.frombytes(ids)
+        prompt.weights_version = version
 
     def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: Mapping[int, Output]) -> None:
         for entry in batch.logprobs:

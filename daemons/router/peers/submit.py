@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.sampling import sampling_to_proto, stop_to_proto
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -70,28 +69,14 @@ def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> 
 def prefill_of(
     output: Output, handle: int, sequence: int, target: scheduler_pb2.TransferTarget
 ) -> scheduler_pb2.Submit:
-    """The prompt of an output alone, whose KV goes to `target`: nobody reads the token that it ends with."""
-    resolved = output.request.resolved
-    return scheduler_pb2.Submit(
-        handle=handle,
-        request_id=resolved.request_id,
-        index=output.index,
-        attempt=output.attempt,
-        sequence=sequence,
-        model=resolved.model,
-        task=int(resolved.task),  # type: ignore[arg-type]
-        prompt_ids=resolved.prompt_ids,
-        sampling=common_pb2.SamplingParams(temperature=0.0, seed=0),
-        # No token ends it: it is over when the first one is there.
-        stop=common_pb2.StopParams(max_tokens=2, ignore_eos=True),
-        logprobs_start=output.request.num_prompt,
-        cache_salt=resolved.cache_salt,
-        priority=resolved.priority,
-        deadline_ms=_remaining_ms(output.request),
-        tenant=resolved.tenant,
-        trace_context=output.request.trace_context,
-        send_kv_to=target,
-    )
+    """The prompt of an output that runs elsewhere, and its first token; the KV goes to `target`."""
+    submit = submit_of(output, handle, sequence, with_blob=True)
+    submit.ClearField("transfer_id")
+    submit.send_kv_to.CopyFrom(target)
+    # It is over when the first token is there: no room is kept for more than one behind it.
+    submit.stop.max_tokens = min(submit.stop.max_tokens or 2, 2)
+    submit.stop.min_tokens = min(submit.stop.min_tokens, submit.stop.max_tokens)
+    return submit
 
 
 def reservation_of(output: Output, transfer_id: str, lease_ms: int, granule: int) -> scheduler_pb2.Reservation:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
+from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.requests.deadlines import Deadlines
@@ -195,8 +196,17 @@ class OutputFlow:
     def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         self.schedulers.prefills.answered(link, result)
 
-    def on_prefill_over(self, transfer_id: str, *, is_handed_over: bool) -> None:
-        self.schedulers.prefills.over(transfer_id, is_handed_over=is_handed_over)
+    def on_prefill_over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> None:
+        if not self.schedulers.prefills.over(prompt, is_handed_over=is_handed_over):
+            return
+        output = prompt.output
+        self._metrics.remote_first_tokens.inc()
+        self.on_tokens([output], len(prompt.ids))
+        ending = output.known_ending
+        if ending is not None and output.is_open and output.scheduler is not None:
+            output.scheduler.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
+            self.schedulers.release(output)
+            self._end(output, replace(ending, cached_tokens=prompt.cached_tokens))
 
     def on_load(self, link: SchedulerLink) -> None:
         self.schedulers.on_load(link)

@@ -52,6 +52,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
         released_transfers=result.released_transfers,
         expert_rows=result.expert_rows[0] if result.expert_rows else None,
         expert_loads=pack_ints(result.expert_loads) if len(result.expert_loads) else b"",
+        loaded_ops=pack_ints(result.loaded_ops) if len(result.loaded_ops) else b"",
     )
 
 
@@ -81,6 +82,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         released_transfers=tuple(message.released_transfers),
         expert_rows=(message.expert_rows,) if message.HasField("expert_rows") else (),
         expert_loads=ids_from(message.expert_loads, "result.expert_loads") if message.expert_loads else empty_ints(),
+        loaded_ops=ids_from(message.loaded_ops, "result.loaded_ops") if message.loaded_ops else empty_ints(),
         **beside,
     )
 
@@ -103,6 +105,7 @@ def records_to_proto(
     is_last: bool = False,
     namespaces: Sequence[str] = (),
     pinned: Mapping[str, IntArray] | None = None,
+    tier: worker_pb2.KvTier = worker_pb2.KV_TIER_UNSPECIFIED,
 ) -> worker_pb2.SnapshotCacheResponse:
     """One range of records as a message. `namespaces`: the next ones.
 
@@ -124,6 +127,7 @@ def records_to_proto(
             worker_pb2.PinnedTransfer(transfer_id=name, pages=pack_ints(pages)) for name, pages in pinned.items()
         ],
         is_last=is_last,
+        tier=tier,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grants, PageCopy, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grants, PageCopy, PageMove, Release, StepPlan
 
 _Item = TypeVar("_Item", Admit, Chunk, Release)
 
@@ -20,7 +20,8 @@ def sections_of(plan: StepPlan, num_ranks: int, slots_per_rank: int) -> list[Ste
     Slots of the plan are rank x slots_per_rank + the rank's own. Without page copies and drafts: nobody plans them.
     """
     assert not plan.page_copies and not plan.drafts, "neither has a rank yet"
-    is_plain = not (plan.releases or plan.admits or plan.chunks or len(plan.grants)) and plan.decode_set is None
+    is_plain = not (plan.releases or plan.admits or plan.chunks or len(plan.grants) or plan.saves or plan.loads)
+    is_plain = is_plain and plan.decode_set is None
     if is_plain:
         return [None] * num_ranks
     releases = _by_rank(plan.releases, num_ranks, slots_per_rank)
@@ -37,7 +38,9 @@ def sections_of(plan: StepPlan, num_ranks: int, slots_per_rank: int) -> list[Ste
     sections: list[StepPlan | None] = []
     for rank in range(num_ranks):
         decode_set = decode_sets[rank]
-        if not (releases[rank] or admits[rank] or chunks[rank] or len(grants[rank])) and decode_set is None:
+        saves, loads = _moves_of(plan.saves, rank), _moves_of(plan.loads, rank)
+        has_items = bool(releases[rank] or admits[rank] or chunks[rank] or len(grants[rank]) or saves or loads)
+        if not has_items and decode_set is None:
             sections.append(None)
             continue
         sections.append(
@@ -48,12 +51,18 @@ def sections_of(plan: StepPlan, num_ranks: int, slots_per_rank: int) -> list[Ste
                 admits=tuple(admits[rank]),
                 grants=grants[rank],
                 page_copies=copies,
+                saves=saves,
+                loads=loads,
                 chunks=tuple(chunks[rank]),
                 decode_set=decode_set,
                 has_forward=plan.has_forward,
             )
         )
     return sections
+
+
+def _moves_of(moves: Sequence[PageMove], rank: int) -> tuple[PageMove, ...]:
+    return tuple(replace(move, rank=0) for move in moves if move.rank == rank)
 
 
 def _by_rank(items: Sequence[_Item], num_ranks: int, slots_per_rank: int) -> list[list[_Item]]:

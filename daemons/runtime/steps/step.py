@@ -3,7 +3,7 @@
 The domain form of `radixmesh.worker.v1.StepPlan` and `StepResult`, whose comments are the specification. Both ends
 build and read these; `step_codec` turns them into messages, so scheduler and worker can also meet in one process.
 
-A plan is a diff against the worker's slots, applied in the order of its fields: barrier ops, releases, admits, grants,
+A plan is a diff against the worker's slots, applied in this order: barrier ops, saves, releases, admits, grants, loads,
 page copies, then the forward. Result rows follow the decode set as last sent, then the finishing prefills in the order
 of the chunks.
 """
@@ -139,6 +139,22 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageMove:
+    """Copies full pages that follow each other in one prefix between device and host: a save to the host, or a load.
+
+    device_pages, host_pages: int32 [n], beside each other. previous_page: the one before the first of them where they
+    move to, -1 = the prefix starts there. op_id: of a load, by which its completion is told; 0 for a save.
+    """
+
+    device_pages: IntArray
+    host_pages: IntArray
+    previous_page: int = -1
+    op_id: int = 0
+    rank: int = 0
+    """Data-parallel rank; 0 in a rank's own section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """`length` tokens of a slot, from its computed length on; sampling too if they reach its total length."""
 
@@ -169,6 +185,8 @@ class StepPlan:
     admits: tuple[Admit, ...] = ()
     grants: Sequence[Grant] = ()
     page_copies: tuple[PageCopy, ...] = ()
+    saves: tuple[PageMove, ...] = ()
+    loads: tuple[PageMove, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode_set: IntArray | None = None
     drafts: tuple[Draft, ...] = ()
@@ -255,6 +273,8 @@ class StepResult:
     """Pairs of a row and an expert that each rank computed, by rank; empty: ranks share no experts."""
     expert_loads: IntArray = field(default_factory=empty_ints)
     """int32 [layers x experts], picks since the last report, of all ranks whose results these are; empty: not now."""
+    loaded_ops: IntArray = field(default_factory=empty_ints)
+    """int32, op ids of loads whose pages are there now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

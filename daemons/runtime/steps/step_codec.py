@@ -25,6 +25,7 @@ from radixmesh.daemons.runtime.steps.step import (
     Grant,
     Grants,
     PageCopy,
+    PageMove,
     Release,
     StepPlan,
     Task,
@@ -116,6 +117,8 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         admits=tuple(_admit(admit) for admit in rank.admits),
         grants=_grants(rank),
         page_copies=_page_copies(rank),
+        saves=_page_moves(rank.saves, "saves") if rank.HasField("saves") else (),
+        loads=_page_moves(rank.loads, "loads", have_ids=True) if rank.HasField("loads") else (),
         chunks=chunks,
         decode_set=ids_from(rank.decode_set.slots, "decode_set.slots") if rank.HasField("decode_set") else None,
         drafts=_drafts(rank),
@@ -174,6 +177,11 @@ def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
         rank.page_copies.source_pages = pack_ints([copy.source_page for copy in plan.page_copies])
         rank.page_copies.target_pages = pack_ints([copy.target_page for copy in plan.page_copies])
         rank.page_copies.num_tokens = pack_ints([copy.num_tokens for copy in plan.page_copies])
+    if plan.saves:
+        _fill_moves(rank.saves, plan.saves)
+    if plan.loads:
+        _fill_moves(rank.loads, plan.loads)
+        rank.loads.op_ids = pack_ints([move.op_id for move in plan.loads])
     if plan.chunks:
         rank.chunks.slots = pack_ints([chunk.slot for chunk in plan.chunks])
         rank.chunks.lengths = pack_ints([chunk.length for chunk in plan.chunks])
@@ -186,6 +194,13 @@ def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
         rank.drafts.starts = pack_ints([draft.start for draft in plan.drafts])
         rank.drafts.counts = pack_ints([len(draft.ids) for draft in plan.drafts])
         rank.drafts.ids = pack_ints(np.concatenate([draft.ids for draft in plan.drafts]))
+
+
+def _fill_moves(message: worker_pb2.PageMoves, moves: Sequence[PageMove]) -> None:
+    message.counts = pack_ints([len(move.host_pages) for move in moves])
+    message.device_pages = pack_ints(np.concatenate([move.device_pages for move in moves]))
+    message.host_pages = pack_ints(np.concatenate([move.host_pages for move in moves]))
+    message.previous_pages = pack_ints([move.previous_page for move in moves])
 
 
 def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
@@ -286,6 +301,20 @@ def _drafts(rank: worker_pb2.RankPlan) -> tuple[Draft, ...]:
     return tuple(
         Draft(slot=slot, generation=generation, start=start, ids=ids)
         for (slot, generation, start), ids in zip(heads, parts, strict=True)
+    )
+
+
+def _page_moves(message: worker_pb2.PageMoves, name: str, *, have_ids: bool = False) -> tuple[PageMove, ...]:
+    device = _runs(f"{name}.device_pages", message.counts, message.device_pages)
+    host = _runs(f"{name}.host_pages", message.counts, message.host_pages)
+    previous = ids_from(message.previous_pages, f"{name}.previous_pages", least=-1)
+    op_ids = ids_from(message.op_ids, f"{name}.op_ids", least=1)
+    check_lengths(name, (len(device), len(previous)))
+    check_lengths(f"{name}.op_ids", (len(op_ids), len(device) if have_ids else 0))
+    ids = op_ids.tolist() if have_ids else [0] * len(device)
+    return tuple(
+        PageMove(device_pages=d, host_pages=h, previous_page=p, op_id=i)
+        for d, h, p, i in zip(device, host, previous.tolist(), ids, strict=True)
     )
 
 

@@ -262,7 +262,7 @@ class Metrics:
         self.pages = make.gauge(
             "radixmesh_pages",
             by,
-            "KV pages by state: free, cached, owned, leased, saving, loading, quarantined.",
+            "KV pages by state: free, cached, owned, leased, loading, quarantined.",
             ["state"],
         )
         self.page_evictions = make.counter("radixmesh_page_evictions_total", by, "Cached pages evicted.")
@@ -301,6 +301,11 @@ class Metrics:
         )
         for outcome in ("handed_over", "arrived", "failed"):
             self.kv_transfers.labels(outcome)
+        self.remote_first_tokens = make.counter(
+            "radixmesh_remote_first_tokens_total",
+            "router",
+            "Outputs that went on behind a first token from another group.",
+        )
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
         )

@@ -123,6 +123,16 @@ class PrefixCache(ABC):
         pages are the caller's.
         """
 
+    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray], None] | None) -> None:
+        """Has evict() tell, before it forgets the end of a prefix, the whole of it: its namespace, tokens and pages.
+        `evicting` must leave the cache as it is. None = nobody is told. Raises NotImplementedError where a cache cannot
+        (EVICTING_CACHES can)."""
+        raise NotImplementedError
+
+    def num_used(self, match: Match, times: int) -> int:
+        """Pages of a match, from the first on, that match() has found at least so many times. Raises as above."""
+        raise NotImplementedError
+
     @abstractmethod
     def adopt(self, records: PageRecords, names: Sequence[str], weights_version: int) -> IntArray:
         """Takes over the KV that page records describe; the cache must be empty. Returns the pages taken, int32.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class RadixCache(PrefixCache):
         super().__init__(page_size=page_size, num_pages=num_pages)
         self._policy = policy or LeastRecentlyUsed()
         self._observer: CacheObserver | None = None
+        self._evicting: Callable[[Namespace, IntArray, IntArray], None] | None = None
         self._tick = 0
         self._num_cached = 0
         self._num_locked = 0
@@ -131,6 +132,10 @@ class RadixCache(PrefixCache):
         while left > 0:
             leaf = queue.head()
             assert leaf != NO_NODE, (left, self.num_evictable)
+            if self._evicting is not None:
+                path = tree.path_to(leaf)[::-1]
+                ids = np.concatenate([tree.nodes.ids[node] for node in path])
+                self._evicting(tree.namespace_of(leaf), ids, tree.pages_of(path))
             if tree.nodes.num[leaf] > left:
                 evicted.append(tree.trim(leaf, left))
                 break
@@ -146,6 +151,17 @@ class RadixCache(PrefixCache):
         self._is_cached[freed] = False
         self._num_cached -= len(freed)
         return freed
+
+    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray], None] | None) -> None:
+        self._evicting = evicting
+
+    def num_used(self, match: Match, times: int) -> int:
+        nodes, num = self._tree.nodes, 0
+        for node in reversed(self._path_of(match)):
+            if nodes.hits[node] < times:
+                break
+            num = nodes.end[node]
+        return num
 
     def adopt(self, records: PageRecords, names: Sequence[str], weights_version: int) -> IntArray:
         assert not self._num_cached, self._num_cached

@@ -84,7 +84,7 @@ class RadixTree:
                     node = child
                     continue
             known = min(length, most - num) * page_size
-            equal = _num_equal(edge[:known], ids[start : start + known]) // page_size
+            equal = num_equal(edge[:known], ids[start : start + known]) // page_size
             num += equal
             if equal < length:
                 break
@@ -162,6 +162,13 @@ class RadixTree:
             del self._roots[self._root_names.pop(parent)]
             nodes.free(parent)
         return pages, NO_NODE
+
+    def namespace_of(self, node: int) -> Namespace:
+        """That of a node of the tree; O(depth)."""
+        parents = self.nodes.parent
+        while self.nodes.num[node]:
+            node = parents[node]
+        return self._root_names[node]
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from `node` up to the top."""
@@ -242,7 +249,7 @@ class RadixTree:
         return root
 
 
-def _num_equal(first: IntArray, second: IntArray) -> int:
+def num_equal(first: IntArray, second: IntArray) -> int:
     """Number of leading items that are equal in two arrays of one length."""
     start, block, length = 0, _FIRST_BLOCK, len(first)
     while start < length:

@@ -190,7 +190,8 @@ class GroupClient:
         self._on_state(GroupState.ADOPTING)
         self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
-            snapshots = await stream.snapshots([hello.capabilities.num_pages for hello in hellos])
+            capabilities = [hello.capabilities for hello in hellos]
+            snapshots = await stream.snapshots([(caps.num_pages, caps.num_host_pages) for caps in capabilities])
         return ClaimedGroup(stream, info, snapshots, ranks)
 
 

@@ -17,6 +17,8 @@ class GroupInfo:
     page_size: int
     num_pages: int
     num_slots: int
+    num_host_pages: int = 0
+    """Pages of host memory of each rank; 0 = there is no such tier."""
     dp_size: int = 1
     """Data-parallel ranks: pages and slots are those of each."""
     ep_size: int = 1
@@ -73,3 +75,5 @@ class CacheSnapshot:
     names: tuple[str, ...]
     pinned_pages: tuple[int, ...] = ()
     pinned_transfers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    host: CacheSnapshot | None = None
+    """Of host pages; None: there are none."""

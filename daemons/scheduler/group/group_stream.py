@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.steps.step_codec import encode_plans
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.broadcast import missing_plans
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.group.rank_results import TransferReleases, merged
+from radixmesh.daemons.scheduler.group.rank_results import CommonLoads, TransferReleases, merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
 from radixmesh.worker.v1 import worker_pb2
@@ -41,6 +41,7 @@ class GroupStream:
         self.rank_streams = tuple(streams)
         self._completed_step = 0
         self._releases: list[TransferReleases] = []
+        self._loads: list[CommonLoads] = []
         self._tp_size = len(self.rank_streams)
         self._slots_per_rank = 0
         self.must_form = False
@@ -127,12 +128,14 @@ class GroupStream:
         """Of experts that the ranks share, as they claimed; None: they share none."""
         return self.rank_streams[0].placement
 
-    async def snapshots(self, num_pages: Sequence[int]) -> list[CacheSnapshot]:
-        """The page records of each data-parallel rank that all its workers have alike. num_pages: by worker."""
+    async def snapshots(self, num_pages: Sequence[tuple[int, int]]) -> list[CacheSnapshot]:
+        """The page records of each data-parallel rank that all its workers have alike. num_pages: by worker, of device
+        and host."""
         streams = zip(self.rank_streams, num_pages, strict=True)
-        snapshots = await together([stream.snapshot(num) for stream, num in streams])
+        snapshots = await together([stream.snapshot(*nums) for stream, nums in streams])
         parts = self._by_dp_rank(snapshots)
         self._releases = [TransferReleases([snapshot.pinned_transfers for snapshot in part]) for part in parts]
+        self._loads = [CommonLoads() for _ in parts]
         return [common_snapshot(part) for part in parts]
 
     async def put_blob(self, blob_hash: str, data: bytes) -> None:
@@ -162,7 +165,8 @@ class GroupStream:
             try:
                 parts = self._by_dp_rank(results)
                 each_rank = [
-                    releases.take(part, merged(part)) for part, releases in zip(parts, self._releases, strict=True)
+                    loads.take(part, releases.take(part, merged(part)))
+                    for part, releases, loads in zip(parts, self._releases, self._loads, strict=True)
                 ]
             except MeshError as error:
                 self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED

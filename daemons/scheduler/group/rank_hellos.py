@@ -18,7 +18,7 @@ from radixmesh.worker.v1 import worker_pb2
 HOLDER_SILENT_MS = 5_000
 # A worker that says more than anybody can have counted to would leave no higher number.
 _MAX_COUNTER = 1 << 62
-_LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
+_LEAST = ("num_pages", "num_host_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
 
 
 def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:

@@ -51,7 +51,13 @@ def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
         names=first.names,
         pinned_pages=tuple(pinned),
         pinned_transfers={name: tuple(sorted(held)) for name, held in transfers.items()},
+        host=_common_host(snapshots),
     )
+
+
+def _common_host(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot | None:
+    hosts = [snapshot.host for snapshot in snapshots if snapshot.host is not None]
+    return common_snapshot(hosts) if len(hosts) == len(snapshots) else None
 
 
 def _first_pages(records: PageRecords, num_pages: int) -> PageRecords:

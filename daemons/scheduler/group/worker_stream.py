@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -135,18 +136,24 @@ class WorkerStream:
         self.epoch = epoch
         self.placement = answer.claimed.experts if answer.claimed.HasField("experts") else None
 
-    async def snapshot(self, num_pages: int) -> CacheSnapshot:
-        """The page records of the claimed worker."""
+    async def snapshot(self, num_pages: int, num_host_pages: int = 0) -> CacheSnapshot:
+        """The page records of the claimed worker, of device and host."""
         request = worker_pb2.SnapshotCacheRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
         parts: list[PageRecords] = []
+        host_parts: list[PageRecords] = []
         names: list[str] = []
+        host_names: list[str] = []
         pinned: tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]] = ((), {})
         async for message in self._transport.snapshot(request):
-            parts.append(records_from_proto(message))
-            names += message.namespaces
+            is_host = message.tier == worker_pb2.KV_TIER_HOST
+            (host_parts if is_host else parts).append(records_from_proto(message))
+            (host_names if is_host else names).extend(message.namespaces)
             if message.is_last:
                 pinned = pinned_from_proto(message)
-        return snapshot_of(parts, tuple(names), pinned, num_pages)
+        snapshot = snapshot_of(parts, tuple(names), pinned, num_pages)
+        if not num_host_pages:
+            return snapshot
+        return replace(snapshot, host=snapshot_of(host_parts, tuple(host_names), ((), {}), num_host_pages))
 
     async def send(self, plan: bytes) -> None:
         """Sends an encoded plan, or several as one message."""

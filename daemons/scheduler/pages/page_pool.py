@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.scheduler.pages.page_states import TRANSITIONS, PageState, Transition
 
 # Looking up a member of an enum costs more than what is done with it here, and so does storing one in an array.
-_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = (int(state) for state in tuple(PageState)[:5])
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED, _LOADING = (int(state) for state in PageState)
 _TAKE, _GIVE_BACK = TRANSITIONS["take"], TRANSITIONS["give_back"]
 _CACHE, _EVICT = TRANSITIONS["cache"], TRANSITIONS["evict"]
 
@@ -50,6 +50,10 @@ class PagePool:
     @property
     def num_leased(self) -> int:
         return self._counts[_LEASED]
+
+    @property
+    def num_loading(self) -> int:
+        return self._counts[_LOADING]
 
     @property
     def num_quarantined(self) -> int:
@@ -97,14 +101,6 @@ class PagePool:
     def end_lease(self, pages: IntArray) -> None:
         """Leased pages become free: their transfer is terminal."""
         self._push(self._move(pages, TRANSITIONS["end_lease"]))
-
-    def save(self, pages: IntArray) -> None:
-        """Owned or cached pages are being copied to the host; those must have left slot and prefix cache."""
-        self._move(pages, TRANSITIONS["save"])
-
-    def end_save(self, pages: IntArray) -> None:
-        """Pages whose copy to the host is complete become free."""
-        self._push(self._move(pages, TRANSITIONS["end_save"]))
 
     def load(self, num: int) -> IntArray:
         """`num` free pages, int32 [num], that are being filled; their generations go up by one."""

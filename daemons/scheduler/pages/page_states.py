@@ -4,10 +4,12 @@
   FREE --adopt--> CACHED                                        records of a worker that survived its scheduler
   OWNED, CACHED --lease--> LEASED --end_lease--> FREE           a transfer reads or writes the page
   FREE --lease_pinned--> LEASED                                 a transfer that outlived its scheduler still uses it
-  OWNED, CACHED --save--> SAVING --end_save--> FREE             the page is being copied to the host
   FREE --load--> LOADING --end_load--> CACHED                   the page is being filled by a transfer, or from the host
                  LOADING --drop_load--> FREE                    it did not come, or the cache has it by now
   any --quarantine--> QUARANTINED                               until the next epoch
+
+A page that is saved to the host stays as it is, and may be granted anew at once: a worker reads it before anything that
+is planned later can write there. The host's own pages are FREE or cached (tiers/host_pages.py).
 
 A page of a running slot that only shares it is CACHED: the slot locks it in the prefix cache.
 """
@@ -24,8 +26,7 @@ class PageState(IntEnum):
     OWNED = 2
     LEASED = 3
     QUARANTINED = 4
-    SAVING = 5
-    LOADING = 6
+    LOADING = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Transition:
     owner: str = ""
 
 
-_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED, _SAVING, _LOADING = (int(state) for state in PageState)
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED, _LOADING = (int(state) for state in PageState)
 
 # By the name of the PagePool method that makes the move.
 TRANSITIONS: dict[str, Transition] = {
@@ -52,8 +53,6 @@ TRANSITIONS: dict[str, Transition] = {
     "lease": Transition((_OWNED, _CACHED), _LEASED),
     "lease_pinned": Transition((_FREE,), _LEASED, "SlotPages.adopt"),
     "end_lease": Transition((_LEASED,), _FREE, "SlotPages.end_lease"),
-    "save": Transition((_OWNED, _CACHED), _SAVING),
-    "end_save": Transition((_SAVING,), _FREE),
     "load": Transition((_FREE,), _LOADING, "SlotPages.begin_load"),
     "end_load": Transition((_LOADING,), _CACHED, "SlotPages.end_load"),
     "drop_load": Transition((_LOADING,), _FREE, "SlotPages.drop_load"),

@@ -13,6 +13,7 @@ from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.sequence import Sequence
+from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, WritePolicy
 
 _OWNED, _LEASED, _QUARANTINED = int(PageState.OWNED), int(PageState.LEASED), int(PageState.QUARANTINED)
 
@@ -33,7 +34,19 @@ class SlotPages:
     sampled token, and whatever in-flight plans still write, is never cached.
     """
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, table: SequenceTable, weights_version: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        table: SequenceTable,
+        weights_version: int,
+        host: HostCache | None = None,
+    ) -> None:
+        """host: prefixes in host memory; None: there is no such tier."""
+        self.host = host
+        self._policy = host.settings.policy if host is not None else None
+        if host is not None and self._policy is WritePolicy.WRITE_BACK:
+            cache.before_evict(host.keep)
         self.pool = pool
         self.cache = cache
         self._table = table
@@ -66,6 +79,11 @@ class SlotPages:
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         match = self.cache.match(self.namespace_of(sequence), ids, probe)
         self.cache.lock(match)
+        if self._policy is WritePolicy.SELECTIVE and self.host is not None:
+            num = self.cache.num_used(match, self.host.settings.min_hits)
+            if num:
+                size = self.cache.page_size
+                self.host.keep(self.namespace_of(sequence), ids[: num * size], match.pages[:num])
         return match
 
     def attach(self, slot: int, match: Match) -> None:
@@ -106,6 +124,8 @@ class SlotPages:
     def flush(self) -> int:
         """Empties the cache, whose pages nobody uses; returns how many there were."""
         num = self._evict(self.cache.reset())
+        if self.host is not None:
+            self.host.flush()
         self.pool.bump_generations()
         return num
 
@@ -122,6 +142,8 @@ class SlotPages:
         self.pool.adopt(adopted)
         self.pool.lease_pinned(pinned)
         self.leases = Leases(snapshot.pinned_transfers)
+        if self.host is not None and snapshot.host is not None:
+            self.host.adopt(snapshot.host, self._weights_version)
         return len(adopted)
 
     def end_lease(self, pages: IntArray) -> int:
@@ -177,13 +199,17 @@ class SlotPages:
             pages = pages[: num_held + unsound[0]]
         table.settle(slot)
         ids = sequence.token_ids()[: len(pages) * cache.page_size]
-        table.locks[slot], num_known = cache.extend(
-            held or empty_match(), self.namespace_of(sequence), ids, pages, priority=sequence.submission.priority
+        namespace = self.namespace_of(sequence)
+        match, num_known = cache.extend(
+            held or empty_match(), namespace, ids, pages, priority=sequence.submission.priority
         )
+        table.locks[slot] = match
         taken = pages[num_known:]
         if len(taken):
             self.pool.cache(taken)
             table.num_owned[slot] -= len(taken)
+        if self._policy is WritePolicy.WRITE_THROUGH and self.host is not None:
+            self.host.keep(namespace, ids[: len(match.pages) * cache.page_size], match.pages)
 
     def _unlock(self, slot: int) -> None:
         match = self._table.locks[slot]

@@ -99,6 +99,8 @@ def check_pages(
     find = find_deep_violation if is_strict else find_violation
     for rank, pages in enumerate(state.ranks):
         violation = find(pages.pool, pages.cache, state.table, rank)
+        if pages.host is not None and (of_host := pages.host.find_violation()):
+            raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, f"{of_host}: a new epoch builds them from the records")
         if violation or pages.pool.num_page_violations:
             assert not is_strict, (rank, violation, pages.pool.num_page_violations)
             _quarantine(state, counters, rank, violation, retract)

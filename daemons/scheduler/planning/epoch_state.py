@@ -7,7 +7,7 @@ from collections.abc import Sequence as PySequence
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grants, Release
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grants, PageMove, Release
 from radixmesh.daemons.scheduler.cache.prefix_cache import Probe, make_prefix_cache
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
@@ -19,6 +19,7 @@ from radixmesh.daemons.scheduler.planning.rank_placement import RecentPrefixes
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings
 
 
 class EpochState:
@@ -37,7 +38,9 @@ class EpochState:
         cache: str = "radix",
         eviction: str = "lru",
         dispatch: DispatchChoice | None = None,
+        tiers: TierSettings | None = None,
     ) -> None:
+        """tiers: how a host tier is used, where the workers have one; None: not at all."""
         self.dispatch = dispatch or DispatchChoice()
         self.epoch = epoch
         self.group = group
@@ -57,12 +60,18 @@ class EpochState:
         for rank in range(group.dp_size):
             prefixes = make_prefix_cache(cache, page_size=group.page_size, num_pages=group.num_pages, eviction=eviction)
             generations = snapshots[rank].records.generations if snapshots is not None else None
-            pages = SlotPages(PagePool(group.num_pages, generations), prefixes, self.table, group.weights_version)
+            host: HostCache | None = None
+            if tiers is not None and group.num_host_pages:
+                host = HostCache(group.num_host_pages, group.page_size, tiers, eviction, rank)
+            pool = PagePool(group.num_pages, generations)
+            pages = SlotPages(pool, prefixes, self.table, group.weights_version, host)
             if snapshots is not None:
                 self.num_adopted_tokens += pages.adopt(snapshots[rank]) * group.page_size
             ranks.append(pages)
         self.ranks = tuple(ranks)
         """Pages of each data-parallel rank."""
+        self.hosts = tuple(pages.host for pages in ranks if pages.host is not None)
+        """Host tiers of all ranks; empty = there is none."""
         self.recent = RecentPrefixes(len(ranks))
 
     @property
@@ -90,6 +99,10 @@ class EpochState:
     def num_available(self) -> int:
         """Pages of all ranks that could be granted now."""
         return sum(pages.num_available for pages in self.ranks)
+
+    def take_saves(self) -> tuple[PageMove, ...]:
+        """Saves to the host for the plan that is being made."""
+        return tuple(move for host in self.hosts for move in host.take_saves())
 
     @property
     def num_evicted(self) -> int:

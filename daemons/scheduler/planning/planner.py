@@ -43,6 +43,7 @@ from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
@@ -79,10 +80,11 @@ class Planner:
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
         self.handovers = KvHandovers(self._finish)
+        self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
-        self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish)
+        self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish, self.loads.let_go)
         self._reader = ResultReader(self._finish, self._retraction.leave, self._observer, self.grammars.missed)
         self._preemption = Preemption.of(settings, self.queue, self._retraction, self.counters)
 
@@ -136,6 +138,8 @@ class Planner:
     def submit(self, submission: Submission) -> None:
         """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
         self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
+        if submission.transfer_id and (sequence := self.submissions.get(submission.key)) is not None:
+            self.arrivals.expect(sequence)
 
     def abort(
         self,
@@ -193,7 +197,9 @@ class Planner:
         self._group = group
         settings = self._settings
         snapshots = (snapshot,) if isinstance(snapshot, CacheSnapshot) else snapshot
-        self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch)
+        self._state = EpochState(
+            epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch, settings.tiers_of(group)
+        )
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         self.experts.begin_epoch(epoch, group.experts, group.barrier_ops)
         self.prefill = Prefill(
@@ -205,6 +211,7 @@ class Planner:
             self.grammars,
             self.arrivals,
             self.handovers,
+            self.loads,
         )
         for sequence in self.submissions.live():
             try:
@@ -230,6 +237,7 @@ class Planner:
         self.grammars.begin_epoch()
         self.arrivals.begin_epoch()
         self.handovers.begin_epoch()
+        self.loads.begin_epoch()
         poisonous = self._poison.epoch_ended(state, refused_step, error)
         for sequence in state.end():
             self.queue.push(sequence)
@@ -257,11 +265,14 @@ class Planner:
             return None
         assert prefill is not None, "it comes with the state"
         self.arrivals.pass_time(state, now)
+        if state.hosts:
+            self.loads.pass_time(state, now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted:
             self.arrivals.give_up(state)
-            if not len(self.arrivals) and self.flush.may_run(state):
+            self.loads.let_go(state)
+            if not len(self.arrivals) and not self.loads.num_under_way and self.flush.may_run(state):
                 return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
@@ -280,10 +291,10 @@ class Planner:
             self._retraction.unblock(state)
         elif state.table.num_ranks > 1:
             self._retraction.unblock_ranks(state, draft)
-        if is_empty and not state.releases and not is_heartbeat:
+        if is_empty and not state.releases and not is_heartbeat and not self._has_moves(state):
             return None
         expected_us = self.estimate.expect_us(most_tokens_of_a_rank(state, draft))
-        return self._sent(state, plan_of(state, draft, expected_us), draft, now)
+        return self._sent(state, plan_of(state, draft, expected_us, self.loads.take_moves()), draft, now)
 
     def joined(self, results: PySequence[StepResult]) -> StepResult:
         """Results of all data-parallel ranks, one each, as the one that process() takes: its slots are the table's.
@@ -303,6 +314,8 @@ class Planner:
             self.counters.stale_results += 1
             return self.take_outputs()
         step = state.in_flight.answered(result)
+        if len(result.loaded_ops):
+            self.loads.loaded(state, result.loaded_ops)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
         self.handovers.processed(state)
         self._retraction.requeue_answered(state)
@@ -338,6 +351,13 @@ class Planner:
         self._observer.finished(sequence, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(Finished.of(sequence, ending, error, num_output))
+
+    def _has_moves(self, state: EpochState) -> bool:
+        """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
+        if not state.hosts:
+            return False
+        is_waiting = bool(self.loads.num_under_way) and not state.in_flight
+        return is_waiting or self.loads.has_moves or any(host.has_saves for host in state.hosts)
 
     def _expire(self, now: float) -> None:
         for sequence in self.deadlines.due(now):

@@ -8,7 +8,7 @@ from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
 from radixmesh.daemons.runtime.rpc.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.steps.step_codec import admit_bytes
-from radixmesh.daemons.scheduler.cache.prefix_cache import Match
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Probe
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
@@ -20,6 +20,7 @@ from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads, LoadTurn
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
@@ -54,7 +55,9 @@ class Prefill:
         grammars: GrammarGate,
         arrivals: KvArrivals,
         handovers: KvHandovers,
+        loads: KvLoads,
     ) -> None:
+        self._loads_from_host = loads
         self._observer = observer
         self._limits = limits
         self._queue = queue
@@ -159,13 +162,15 @@ class Prefill:
         """Admits a sequence with its first chunk, or parks it behind its leader; False if it and all behind it wait."""
         table, limits = state.table, self._limits
         if table.num_running >= limits.max_running:
-            return False
+            return self._prefetch(state, sequence)
         if sequence.submission.grammar is not None and not self._grammars.may_pass(sequence):
             return True
         if sequence.submission.transfer_id and not self._arrivals.may_pass(sequence):
             return True
         if table.num_ranks == 1:
-            return table.num_running < limits.max_running_of_rank and self._admit_to(state, draft, sequence, 0)
+            if table.num_running >= limits.max_running_of_rank:
+                return self._prefetch(state, sequence)
+            return self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
             self._loads = RankLoads(state)
         # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
@@ -176,6 +181,11 @@ class Prefill:
         """The same on a rank that has a slot."""
         pages, page_size = state.ranks[rank], state.group.page_size
         probe = pages.probe(sequence)
+        if pages.host is not None:
+            turn = self._turn(state, sequence, probe, rank)
+            if turn is not LoadTurn.NOTHING:
+                return turn is LoadTurn.PARKED
+            probe = pages.probe(sequence)
         ahead = self._inflight_prefixes.ahead_of(state, sequence, probe.num_pages * page_size)
         # A leader on another rank computes nothing for this one.
         if ahead is not None and state.table.rank_of(ahead.leader.slot) == rank:
@@ -189,6 +199,20 @@ class Prefill:
             return False
         self._enter(state, draft, sequence, match, rank)
         return True
+
+    def _prefetch(self, state: EpochState, sequence: Sequence) -> bool:
+        """There is no slot: True if the request has KV on the host that is loaded meanwhile, and so the next one's turn
+        comes."""
+        if not state.hosts or state.table.num_ranks > 1:
+            return False
+        probe = state.pages.probe(sequence)
+        return self._turn(state, sequence, probe, 0) is LoadTurn.PARKED
+
+    def _turn(self, state: EpochState, sequence: Sequence, probe: Probe, rank: int) -> LoadTurn:
+        has_pages = self._has_pages(state, sequence, probe.num_pages, rank)
+        if not has_pages and not state.table.running_on(rank) and self._loads_from_host.let_go(state):
+            has_pages = self._has_pages(state, sequence, probe.num_pages, rank)
+        return self._loads_from_host.turn(state, sequence, probe, rank, has_pages=has_pages)
 
     def _enter(self, state: EpochState, draft: PlanDraft, sequence: Sequence, match: Match, rank: int) -> None:
         """A request with a locked match takes a slot."""
@@ -227,10 +251,11 @@ class Prefill:
             return False
         if not state.table.running_on(rank):
             # Admitted with fewer pages than its tokens take, it would give way again and compute nothing, until a
-            # transfer returns some. With more than there will ever be it fails once all are back.
+            # transfer or a load returns some. With more than there will ever be it fails once all are back.
             pool = pages.pool
             least = min(pages_for(sequence.total_len, state.group.page_size), pool.num_pages - pool.num_quarantined)
-            return not pool.num_leased or least - num_cached <= available
+            is_whole = not (pool.num_leased or pool.num_loading)
+            return is_whole or least - num_cached <= available
         return self._wanted_pages(state, sequence) - num_cached + self._reserved(state, rank) <= available
 
     def _wanted_pages(self, state: EpochState, sequence: Sequence) -> int:

@@ -28,7 +28,10 @@ class Retraction:
         decode_reserve: DecodeReserve,
         counters: PlannerCounters,
         finish: Callable[[Sequence, SequenceEnd, MeshError | None], None],
+        let_go: Callable[[EpochState], bool] = lambda state: False,
     ) -> None:
+        """let_go: unlocks cached pages that nobody runs on, True if there were any: then nobody else gives way."""
+        self._let_go = let_go
         self._queue = queue
         self._decode_reserve = decode_reserve
         self._counters = counters
@@ -36,11 +39,13 @@ class Retraction:
 
     def give_way(self, state: EpochState, sequence: Sequence) -> None:
         """Retracts a running request, or ends it where no other could make room for it."""
+        if self._let_go(state):
+            return
         rank = state.table.rank_of(sequence.slot)
         pool = state.ranks[rank].pool
         num_usable = pool.num_pages - pool.num_quarantined
-        # Leased pages come back: it waits for them, unless it has all that there will be.
-        is_whole = not pool.num_leased or state.table.num_pages[sequence.slot] >= num_usable
+        # Pages that are leased, or loaded to, come back: it waits for them, unless it has all that there will be.
+        is_whole = not (pool.num_leased or pool.num_loading) or state.table.num_pages[sequence.slot] >= num_usable
         if state.table.running_on(rank) == 1 and is_whole:
             error = outgrown(num_usable)
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)

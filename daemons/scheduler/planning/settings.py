@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixmesh.daemons.scheduler.cache.prefix_cache import EVICTING_CACHES
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
 from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
 from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.planning.prefill import PrefillLimits
 from radixmesh.daemons.scheduler.queue.policies import QueueSettings
+from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,18 @@ class PlannerSettings:
     """When experts move between ranks."""
     transfer_timeout_s: float = 3.0
     """A request waits so long for KV from elsewhere that makes no progress."""
+    tiers: TierSettings = TierSettings()
+    """Use of host memory, where workers have some for KV."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 
     def step_tokens(self, group: GroupInfo) -> int:
         """Most tokens of a step."""
         return min(self.max_tokens_per_step or group.max_tokens_per_step, group.max_tokens_per_step)
+
+    def tiers_of(self, group: GroupInfo) -> TierSettings | None:
+        """None: the workers have no host tier, or the prefix cache has no use for one."""
+        return self.tiers if group.num_host_pages and self.cache in EVICTING_CACHES else None
 
     def ahead_pages(self, group: GroupInfo) -> int:
         """Pages granted at a time."""

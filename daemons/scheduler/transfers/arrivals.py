@@ -57,6 +57,8 @@ class Arrival:
     pages: IntArray = field(default_factory=empty_ints)
     sequences: list[Sequence] = field(default_factory=list)
     """Requests that wait for it: outputs of one request share its KV."""
+    expected: list[Sequence] = field(default_factory=list)
+    """Requests that named it, whether they have come to wait or not. A later attempt takes an earlier one's place."""
 
     @property
     def num_tokens(self) -> int:
@@ -162,6 +164,13 @@ class KvArrivals:
         """Transfers whose leases the workers are to renew."""
         return [name for name, arrival in self._arrivals.items() if not arrival.is_over]
 
+    def expect(self, sequence: Sequence) -> None:
+        """A request that names a transfer is in the queue: it is not left while that lives."""
+        arrival = self._arrivals.get(sequence.submission.transfer_id)
+        if arrival is not None:
+            arrival.expected = [s for s in arrival.expected if s.lifecycle is Lifecycle.WAITING]
+            arrival.expected.append(sequence)
+
     def may_pass(self, sequence: Sequence) -> bool:
         """True for a request that waits for no transfer (any more). Any other is parked."""
         arrival = self._arrivals.get(sequence.submission.transfer_id)
@@ -249,6 +258,7 @@ class KvArrivals:
         for arrival in tuple(self._arrivals.values()):
             waiting = [s for s in arrival.sequences if s.lifecycle is Lifecycle.WAITING]
             is_left = bool(arrival.sequences) and not waiting
+            is_left &= all(s.lifecycle is not Lifecycle.WAITING for s in arrival.expected)
             if arrival.state is ArrivalState.ARRIVED:
                 # Admitted, their slots hold the lock; those that have not come in its lease will not.
                 if is_left or now >= arrival.lease_until:

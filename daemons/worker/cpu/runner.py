@@ -18,6 +18,7 @@ from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
+from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatch
@@ -183,6 +184,15 @@ class CpuRunner(ModelRunner):
         self.pool.write_tokens(torch.from_numpy(indexes.astype(np.int64)), torch.from_numpy(data))
         if self._drafter is not None:
             self._drafter.received(indexes)
+
+    def add_host_pool(self, num_bytes: int) -> None:
+        self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded)
+
+    def _loaded(self, pages: IntArray) -> None:
+        """KV came into these pages that a drafter has not seen."""
+        if self._drafter is not None:
+            size = self.page_size
+            self._drafter.received(kv_slots(pages, len(pages) * size, size).astype(np.int32))
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,12 @@ class Device(ABC):
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """A copy on the host, behind all work so far; filled when an event behind it is done."""
+
+    @abstractmethod
+    def send_beside(self, source: torch.Tensor, target: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
+        """Copies ranges of rows of host_ints() to the same rows of `target`, on the device, beside all other work.
+
+        Calls keep their order, and return when the rows are there. Any thread."""
 
     @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
@@ -104,6 +110,11 @@ class HostDevice(Device):
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
+
+    @torch.inference_mode()
+    def send_beside(self, source: torch.Tensor, target: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
+        for start, end in rows:
+            target[start:end] = source[start:end]
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -168,6 +179,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
 
@@ -181,6 +193,14 @@ class CudaDevice(Device):
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return host.copy_(values, non_blocking=True)
+
+    @torch.inference_mode()
+    def send_beside(self, source: torch.Tensor, target: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
+        with torch.cuda.stream(self._beside):
+            for start, end in rows:
+                target[start:end].copy_(source[start:end], non_blocking=True)
+            sent = CudaEvent(self._beside, self._spare)
+        sent.wait()
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
+from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.drafting.load import (
     load_network,
@@ -48,6 +50,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _KV_DTYPES = {**_DTYPES, "fp8": KV_FP8}
 _MAX_ROWS = 65_535
+# Of a pool in which nothing is stored.
+_PAGES_TO_COMPILE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +96,13 @@ class ModelOnDevice:
 
 
 def load_cuda_runner(
-    folder: Path, settings: DeviceSettings, verify: Callable[[DeviceRunner], None] | None = None
+    folder: Path,
+    settings: DeviceSettings,
+    verify: Callable[[DeviceRunner], None] | None = None,
+    compilers: KernelCompilers | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
-    captured by that alone, if its attention can.
+    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -109,13 +116,17 @@ def load_cuda_runner(
         device = CudaDevice()
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
-    runner = create_runner(load_on_device(folder, settings, device))
+    runner = create_runner(load_on_device(folder, settings, device, compilers))
+    if compilers is not None:
+        compilers.wait()
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up(has_decodes=verify is None or not runner.can_verify)
         if verify is not None:
             verify(runner)
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
+    if compilers is not None:
+        compilers.keep()
     watch_compiles()
     return runner
 
@@ -125,8 +136,11 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     return create_runner(load_on_device(folder, settings, device))
 
 
-def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> ModelOnDevice:
-    """First phase of a start: reads the weights and tunes kernels for them. Raises as `load_cuda_runner`."""
+def load_on_device(
+    folder: Path, settings: DeviceSettings, device: Device, compilers: KernelCompilers | None = None
+) -> ModelOnDevice:
+    """First phase of a start: reads the weights and tunes kernels for them. compilers: are told which Triton kernels
+    there will be before anything is tuned. Raises as `load_cuda_runner`."""
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
@@ -159,31 +173,47 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs else (),
     )
-    kernels = create_kernels(settings, model, limits.graph_rows, where)
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
-    return ModelOnDevice(
+    loaded = partial(
+        ModelOnDevice,
         settings=settings,
         device=device,
         attention=attention,
         model=model,
-        kernels=kernels,
         limits=limits,
         kv_scales=kv_scales,
         network=network,
     )
+    if compilers is not None and settings.kernels == "triton":
+        _ask(compilers, lambda: loaded(kernels=create_kernels(replace(settings, tune_gemm=False), model, (), where)))
+    return loaded(kernels=create_kernels(settings, model, limits.graph_rows, where))
 
 
-def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
+def _ask(compilers: KernelCompilers, untuned: Callable[[], ModelOnDevice]) -> None:
+    """Has the kernels of a warm-up compiled. Those that tuned GEMMs add are compiled when the warm-up comes to them."""
+    try:
+        runner = create_runner(untuned(), num_pages=_PAGES_TO_COMPILE)
+        if runner.can_compile_ahead:
+            compilers.ask(runner.launch_all)
+        del runner
+        torch.cuda.empty_cache()
+    # The start does not depend on it; what is wrong with the settings is said again, by what does.
+    except Exception as error:
+        _log.warning("kernels_not_compiled_beside", reason=f"{type(error).__name__}: {error}")
+
+
+def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> DeviceRunner:
     """Second phase: the pool, sized by the memory that weights and tuning left, and the runner over it, without
-    warm-up. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+    warm-up. num_pages: of the pool, without regard to memory. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
     settings, model, limits, attention = loaded.settings, loaded.model, loaded.limits, loaded.attention
     where = loaded.device.torch_device
     create_attention = attention.creator(
         settings, model.attention_shape, model.windows, model.attention_chunks, has_sinks=model.has_sinks
     )
     layout = attention.layout(model.kv_layout)
-    num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype) + token_bytes(loaded.network))
+    if num_pages is None:
+        num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype) + token_bytes(loaded.network))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(
             layout,

@@ -233,8 +233,8 @@ class DeviceRunner(ModelRunner):
         has_decodes: False before verify(), which captures the decodes itself: no others come.
         """
         with self.device.in_order(), torch.inference_mode():
-            if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
-                compile_ahead(self._launch_all)
+            if self.can_compile_ahead:
+                compile_ahead(self.launch_all)
             self._prompts.capture()
             if Task.GENERATE not in self.tasks:
                 self._prompts.warm_up()
@@ -254,13 +254,19 @@ class DeviceRunner(ModelRunner):
                     self.launch(rows, segments, 0)
             self.device.record_event().wait()
 
-    def _launch_all(self) -> None:
+    @property
+    def can_compile_ahead(self) -> bool:
+        """True if the kernels of a warm-up are all Triton's, and can be compiled without being run."""
+        return self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead()
+
+    def launch_all(self) -> None:
         """Launches the kernels of all steps that `warm_up` captures or runs, for compiling. Those of decodes always:
         nearly all of them are in steps that verify drafts too."""
-        self._prompts.launch_all()
-        if Task.GENERATE in self.tasks:
-            self._decodes.launch_all(self._sampler)
-            self._sampler.warm_up(self.model.dtype)
+        with self.device.in_order(), torch.inference_mode():
+            self._prompts.launch_all()
+            if Task.GENERATE in self.tasks:
+                self._decodes.launch_all(self._sampler)
+                self._sampler.warm_up(self.model.dtype)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
@@ -394,4 +400,4 @@ class DeviceRunner(ModelRunner):
                 end_ns=end_ns,
             )
 
-        return StepHandle(end, collect)
+        return StepHandle(end, collect, fetched.tokens if is_guided else None)

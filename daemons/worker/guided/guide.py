@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
 from radixmesh.daemons.worker.guided.chain import NO_CHAIN, chain_behind
-from radixmesh.daemons.worker.guided.mask_memory import ChainSink, HostSink, MaskMemory, MaskSink
+from radixmesh.daemons.worker.guided.mask_memory import ChainSink, HostSink, MaskSink
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -36,8 +36,12 @@ class Guide:
     """start: makes the matcher, and the tokens of its vocabulary; may take long, and raise INVALID_GRAMMAR.
 
     position: of the next token in prompt and output. output_ids: tokens that the output has already. max_drafts: forced
-    tokens that are made ready as drafts, with their masks. Public methods are the step thread's, but `run`.
+    tokens that are made ready as drafts, with their masks. Public methods are the step thread's, but `run`, and those
+    of many guides.
     """
+
+    # One for all guides: a step takes it once for all of its outputs.
+    _lock = threading.Lock()
 
     def __init__(
         self,
@@ -59,7 +63,6 @@ class Guide:
         self._forced: Sequence[int] = ()
         self._masks: list[BoolArray | None] = []
         self._chain = NO_CHAIN
-        self._lock = threading.Lock()
         self._pending: list[int] = []
         # run() is called for it in any case.
         self._is_busy = True
@@ -70,8 +73,8 @@ class Guide:
         """CPU seconds, at most SLOW_S, of the last mask that it had a call of its own for; 0: has had none."""
         self.is_slow = False
         self.is_suspect = False
-        """A call that filled its last mask beside others' was slow: its next one is timed alone."""
         self.error: MeshError | None = None
+        self._shares_calls = False
 
     @property
     def num_words(self) -> int:
@@ -91,12 +94,47 @@ class Guide:
             self._waiter = waiter = threading.Event()
         return waiter.wait(max(seconds, 0.0))
 
-    def push(self, tokens: Sequence[int]) -> bool:
-        """Tokens were sampled. True if run() has to be called; else it runs already, and takes them too."""
-        with self._lock:
-            self._pending += tokens
-            was_busy, self._is_busy = self._is_busy, True
-        return not was_busy
+    @staticmethod
+    def begin(moves: Iterable[tuple[Guide, Sequence[int]]]) -> tuple[list[tuple[Guide, int]], list[Guide]]:
+        """Tokens were sampled for these outputs. Returns those that share the library's calls, with the one token of
+        each, for `shared_calls.py`; and those whose run() has to be called. The others run already, and take them too,
+        or have left. Any thread."""
+        shared: list[tuple[Guide, int]] = []
+        alone: list[Guide] = []
+        with Guide._lock:
+            for guide, tokens in moves:
+                if guide._is_closed:
+                    continue
+                if guide._is_busy:
+                    guide._pending += tokens
+                    continue
+                guide._is_busy = True
+                if guide._shares_calls and len(tokens) == 1:
+                    shared.append((guide, tokens[0]))
+                else:
+                    guide._pending += tokens
+                    alone.append(guide)
+        return shared, alone
+
+    @staticmethod
+    def rest(guides: Iterable[Guide]) -> list[Guide]:
+        """The guides are through with their tokens. Returns those for which more came since: run() has to be called."""
+        busy: list[Guide] = []
+        closed: list[Guide] = []
+        with Guide._lock:
+            for guide in guides:
+                if guide._pending and not guide._is_closed:
+                    busy.append(guide)
+                    continue
+                guide._is_busy = False
+                if guide._waiter is not None:
+                    guide._waiter.set()
+                    guide._waiter = None
+                if guide._is_closed:
+                    closed.append(guide)
+        for guide in closed:
+            guide._sink.release()
+        return busy
 
     def close(self) -> None:
         """The output has left its slot."""
@@ -129,7 +167,8 @@ class Guide:
                     self._fail(error)
             took_s = 0.0 if began is None else time.thread_time() - began
             self.alone_s, self.is_slow, self.is_suspect = min(took_s, SLOW_S), took_s > SLOW_S, False
-            if self._has_rested():
+            self._shares_calls = self._can_share_calls()
+            if not Guide.rest([self]):
                 return False
 
     def forced_ids(self, most: int) -> Sequence[int]:
@@ -149,39 +188,24 @@ class Guide:
             return self._masks[len(drafts)]
         return self._filled(drafts)
 
-    def take_one(self) -> tuple[GrammarMatcher, int] | None:
-        """The matcher and the token that it is to go over, for `run_together`; None where `run` has to be called."""
-        with self._lock:
-            if (
-                len(self._pending) != 1
-                or self._matcher is None
-                or self.is_slow
-                or self.is_suspect
-                or self._is_over
-                or self._is_closed
-                or self.error is not None
-                or isinstance(self._sink, ChainSink)
-                or self._num_replayed < len(self._output_ids)
-            ):
-                return None
-            return self._matcher, self._pending.pop()
+    @property
+    def matcher(self) -> GrammarMatcher:
+        """Of a guide that shares calls."""
+        assert self._matcher is not None
+        return self._matcher
 
-    def mask_location(self) -> tuple[MaskMemory | None, int, int]:
-        """Behind take_one(): the memory, its row and the position of the mask behind that token."""
-        return self._sink.memory, self._sink.row, self._position + 1
+    @property
+    def sink(self) -> MaskSink:
+        """Memory of its mask."""
+        return self._sink
 
-    def finish_one(
-        self, words: MaskWords | None, error: Exception | None, *, is_suspect: bool, is_published: bool = False
-    ) -> bool:
-        """Behind take_one(): the matcher went over the token. words: the mask behind it; None: the output is over.
-        is_published: the mask is where it belongs, and its position too.
-
-        True if more tokens came meanwhile, and run() has to be called."""
+    def went_on(self) -> int:
+        """A shared call went over its token: the position of the next one."""
         self._position += 1
-        self.is_suspect = is_suspect
-        if is_published:
-            self._forced, self._masks = (), []
-            return not self._has_rested()
+        return self._position
+
+    def filled(self, words: MaskWords | None, error: Exception | None) -> None:
+        """Behind went_on(). words: the mask, still to be published; None: the output is over, or ends with `error`."""
         try:
             if error is not None:
                 raise error
@@ -190,7 +214,18 @@ class Guide:
             self._publish(is_over=words is None)
         except Exception as failure:
             self._fail(failure)
-        return not self._has_rested()
+        self._shares_calls = self._can_share_calls()
+
+    def suspect(self) -> None:
+        """The call that filled its mask beside others' was slow: its next one is timed alone."""
+        self.is_suspect, self._shares_calls = True, False
+
+    def _can_share_calls(self) -> bool:
+        """Its next token may be gone over, and its mask filled, by a call for many outputs."""
+        is_quick = not (self.is_slow or self.is_suspect)
+        is_at_the_end = self._matcher is not None and self._num_replayed >= len(self._output_ids)
+        goes_on = not self._is_over and self.error is None
+        return is_quick and is_at_the_end and goes_on and not isinstance(self._sink, ChainSink)
 
     def _fail(self, error: Exception) -> None:
         """Ends the output; a library's own error does not end the worker."""
@@ -198,19 +233,6 @@ class Guide:
             self.error = error
         else:
             self.error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
-
-    def _has_rested(self) -> bool:
-        """No token has come since; nobody runs it from now on."""
-        with self._lock:
-            if self._pending and not self._is_closed:
-                return False
-            self._is_busy = False
-            is_closed, waiter, self._waiter = self._is_closed, self._waiter, None
-        if waiter is not None:
-            waiter.set()
-        if is_closed:
-            self._sink.release()
-        return True
 
     def _advance(self, tokens: Sequence[int]) -> None:
         assert self._matcher is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens
 from radixmesh.daemons.runtime.steps.step import Admit
@@ -12,6 +13,7 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
+from radixmesh.daemons.worker.guided.step_follower import StepFollower
 from radixmesh.daemons.worker.runner import SampleInput
 
 
@@ -21,6 +23,7 @@ class SlotGuides:
     def __init__(self, vocab_size: int, max_drafts: int = 0) -> None:
         self._vocab_size, self._max_drafts = vocab_size, max_drafts
         self._filler = MaskFiller()
+        self._follower = StepFollower(self._filler)
         self._guides: dict[int, Guide] = {}
 
     def __len__(self) -> int:
@@ -59,6 +62,11 @@ class SlotGuides:
         for slot in list(self._guides):
             self.released(slot)
 
+    @property
+    def has_errors(self) -> bool:
+        """An output cannot go on."""
+        return any(guide.error is not None for guide in self._guides.values())
+
     def errors(self) -> Iterator[tuple[int, MeshError]]:
         """Slots whose outputs cannot go on; again each time."""
         for slot, guide in self._guides.items():
@@ -70,6 +78,11 @@ class SlotGuides:
         if self._guides:
             pairs = ((self._guides.get(slot), of_slot) for slot, of_slot in tokens)
             self._filler.follow([(guide, of_slot) for guide, of_slot in pairs if guide is not None])
+
+    def launched(self, slots: Sequence[int], tokens: Callable[[], IntArray]) -> None:
+        """A step of these slots was launched: its tokens are followed as soon as they are known. tokens: as of
+        `StepHandle`."""
+        self._follower.launched([self._guides.get(slot) for slot in slots], tokens)
 
     def wait(self, slots: Iterable[int], seconds: float | None) -> None:
         """Waits until the masks of these slots are there, for at most so long together; for a slow one not at all.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 
@@ -15,13 +16,15 @@ from radixmesh.daemons.worker.guided.shared_calls import run_together
 # Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a
 # few times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
 # They are few, because all of them, and the step thread, want that lock: the library has threads that do not.
-_MIN_GROUP, _MAX_GROUP = 8, 64
+_MIN_GROUP, _MAX_GROUP = 8, 128
 _MIN_THREADS, _MAX_THREADS = 2, 3
 _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
 _SWITCH_S = 0.0002
+_Job = tuple[Sequence[tuple[Guide, int]], Sequence[Guide], float]
+"""Return value of `Guide.begin`, and when the tokens were known, by the clock of perf_counter()."""
 
 
 class MaskFiller:
@@ -30,33 +33,41 @@ class MaskFiller:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or max(_MIN_THREADS, min(_MAX_THREADS, (os.cpu_count() or 1) - _OTHER_CORES))
-        self._quick: SimpleQueue[Sequence[Guide]] = SimpleQueue()
-        self._slow: SimpleQueue[Sequence[Guide]] = SimpleQueue()
+        self._quick: SimpleQueue[_Job] = SimpleQueue()
+        self._slow: SimpleQueue[_Job] = SimpleQueue()
         self._has_started = False
+        self._starting = threading.Lock()
 
     def begin(self, guide: Guide) -> None:
         """An output was admitted."""
-        self._put([guide])
+        self._put((), [guide])
 
     def follow(self, moves: Iterable[tuple[Guide, Sequence[int]]]) -> None:
-        """Tokens were sampled for these outputs."""
-        self._put([guide for guide, tokens in moves if guide.push(tokens)])
+        """Tokens were sampled for these outputs. Any thread."""
+        told_s = time.perf_counter()
+        self._put(*Guide.begin(moves), told_s)
 
-    def _put(self, guides: Sequence[Guide]) -> None:
-        if not guides:
+    def _put(self, shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float = 0.0) -> None:
+        if not shared and not alone:
             return
         if not self._has_started:
             self._start()
-        quick = [guide for guide in guides if not guide.is_slow]
-        size = min(_MAX_GROUP, max(_MIN_GROUP, -(-len(quick) // self._num_threads)))
+        quick = [guide for guide in alone if not guide.is_slow]
+        size = min(_MAX_GROUP, max(_MIN_GROUP, -(-len(shared) // self._num_threads)))
+        for start in range(0, len(shared), size):
+            self._quick.put((shared[start : start + size], (), told_s))
+        size = max(_MIN_GROUP, -(-len(quick) // self._num_threads))
         for start in range(0, len(quick), size):
-            self._quick.put(quick[start : start + size])
-        for guide in guides:
+            self._quick.put(((), quick[start : start + size], told_s))
+        for guide in alone:
             if guide.is_slow:
-                self._slow.put([guide])
+                self._slow.put(((), [guide], told_s))
 
     def _start(self) -> None:
-        self._has_started = True
+        with self._starting:
+            if self._has_started:
+                return
+            self._has_started = True
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
             for number in range(count):
@@ -64,11 +75,11 @@ class MaskFiller:
                 threading.Thread(target=_work, args=(queue, self._slow), name=f"masks-{number}", daemon=True).start()
 
 
-def _work(queue: SimpleQueue[Sequence[Guide]], slow: SimpleQueue[Sequence[Guide]]) -> None:
+def _work(queue: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
     if queue is slow:
         # Of this thread alone, on Linux: bombs take the cores that nothing else wants.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
-        for guide in run_together(queue.get()):
-            slow.put([guide])
+        for guide in run_together(*queue.get()):
+            slow.put(((), [guide], 0.0))

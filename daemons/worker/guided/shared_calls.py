@@ -8,71 +8,65 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide, stuck
-from radixmesh.daemons.worker.guided.mask_memory import MaskMemory
+
+log = get_logger(__name__)
 
 _HEAD_WORDS = 64
 # Kept by each thread: memory of this size, given back and taken anew, costs more page faults than the masks cost time.
 _own = threading.local()
 
 
-def run_together(guides: Sequence[Guide]) -> list[Guide]:
-    """run() of several outputs of one backend; those that have one new token each share the library's calls.
+def run_together(shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float = 0.0) -> list[Guide]:
+    """Runs what `Guide.begin` returned, of outputs of one backend. told_s: when the tokens were known, for the log.
 
     Returns those that a slow thread is to run again.
     """
-    taken: list[tuple[Guide, GrammarMatcher, int]] = []
-    alone: list[Guide] = []
-    for guide in guides:
-        one = guide.take_one()
-        if one is None:
-            alone.append(guide)
-        else:
-            taken.append((guide, *one))
-    if taken:
-        alone += _step_together(taken)
-    return [guide for guide in alone if guide.run()]
+    more = _step_together(shared, told_s) if shared else ()
+    return [guide for guide in (*alone, *more) if guide.run()]
 
 
-def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[Guide]:
+def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[Guide]:
     """Returns outputs whose next tokens have come meanwhile."""
-    began = time.thread_time()
-    guides = [guide for guide, _, _ in taken]
-    matchers = [matcher for _, matcher, _ in taken]
-    errors: list[Exception | None] = [None] * len(taken)
+    began, began_s = time.thread_time(), time.perf_counter()
+    guides = [guide for guide, _ in shared]
+    matchers = [guide.matcher for guide in guides]
+    errors: dict[int, Exception] = {}
     try:
-        for index, is_accepted in enumerate(matchers[0].accept_all(matchers, [token for _, _, token in taken])):
-            if not is_accepted:
-                errors[index] = stuck()
+        are_accepted = matchers[0].accept_all(matchers, [token for _, token in shared])
+        errors = {index: stuck() for index, is_accepted in enumerate(are_accepted) if not is_accepted}
     except Exception as error:  # Matchers may be anywhere now: none of them goes on.
-        errors = [error] * len(taken)
-    chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
-    locations = [guides[index].mask_location() for index in chosen]
-    memory = locations[0][0] if locations else None
-    is_direct = memory is not None and all(location[0] is memory for location in locations)
+        errors = dict.fromkeys(range(len(shared)), error)
+    chosen = [index for index, matcher in enumerate(matchers) if index not in errors and not matcher.is_over]
     words = _own_words(len(chosen), guides[0].num_words)
     since_s = time.perf_counter()
     if chosen:
         _fill_together(matchers, chosen, words, errors)
+    filled_s = time.perf_counter()
     took_s = time.thread_time() - began
     if matchers[0].fill_threads > 1:  # CPU time of other threads: nobody tells it.
-        took_s = max(took_s, time.perf_counter() - since_s)
-    is_suspect = took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides)
-    published: set[int] = set()
-    if memory is not None and is_direct:
-        published = _publish_together(memory, words, chosen, locations, errors)
-    masks = dict(zip(chosen, words, strict=True))
-    again: list[Guide] = []
-    for index, guide in enumerate(guides):
-        mask = None if index in published else masks.get(index)
-        if guide.finish_one(mask, errors[index], is_suspect=is_suspect, is_published=index in published):
-            again.append(guide)
-    return again
+        took_s = max(took_s, filled_s - since_s)
+    if took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides):
+        for guide in guides:
+            guide.suspect()
+    positions = [guide.went_on() for guide in guides]
+    published = _publish_together(guides, words, chosen, positions, errors)
+    published_s = time.perf_counter()
+    if len(published) < len(guides):
+        masks = dict(zip(chosen, words, strict=True))
+        for index, guide in enumerate(guides):
+            if index not in published:
+                guide.filled(masks.get(index), errors.get(index))
+    more = Guide.rest(guides)
+    times_s = began_s, since_s, filled_s, published_s, time.perf_counter()
+    log.debug("masks_filled", rows=len(shared), until_ms=[round((at_s - told_s) * 1e3, 3) for at_s in times_s])
+    return more
 
 
 def _own_words(num: int, num_words: int) -> MaskWords:
@@ -84,7 +78,7 @@ def _own_words(num: int, num_words: int) -> MaskWords:
 
 
 def _fill_together(
-    matchers: Sequence[GrammarMatcher], chosen: Sequence[int], words: MaskWords, errors: list[Exception | None]
+    matchers: Sequence[GrammarMatcher], chosen: Sequence[int], words: MaskWords, errors: dict[int, Exception]
 ) -> None:
     """Masks of the chosen matchers into the rows of `words`, an error where there is none."""
     try:
@@ -98,21 +92,27 @@ def _fill_together(
 
 
 def _publish_together(
-    memory: MaskMemory,
+    guides: Sequence[Guide],
     words: MaskWords,
     chosen: Sequence[int],
-    locations: Sequence[tuple[MaskMemory | None, int, int]],
-    errors: Sequence[Exception | None],
-) -> set[int]:
-    """Publishes the masks that allow something; returns their indexes. The others are left to their outputs."""
+    positions: Sequence[int],
+    errors: Mapping[int, Exception],
+) -> Collection[int]:
+    """Publishes the chosen masks that allow something, where a device reads them; returns their indexes. The others are
+    left to their outputs."""
+    sinks = [guides[index].sink for index in chosen]
+    memory = sinks[0].memory if sinks else None
+    if memory is None or any(sink.memory is not memory for sink in sinks):
+        return ()
     # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
-    heads: MaskWords = np.bitwise_or.reduce(words[:, :_HEAD_WORDS], axis=1)
-    good = [
-        number
-        for number, (index, is_allowing) in enumerate(zip(chosen, heads.tolist(), strict=True))
-        if is_allowing and errors[index] is None
-    ]
-    if len(good) < len(chosen):
-        words = words[good]
-    memory.publish(words, [locations[number][1] for number in good], [locations[number][2] for number in good])
-    return {chosen[number] for number in good}
+    is_good = np.bitwise_or.reduce(words[:, :_HEAD_WORDS], axis=1) != 0
+    if errors:
+        is_good &= np.array([index not in errors for index in chosen])
+    if is_good.all():
+        memory.publish(words, [sink.row for sink in sinks], [positions[index] for index in chosen])
+        return frozenset(chosen)
+    good = np.flatnonzero(is_good).tolist()
+    published = [chosen[number] for number in good]
+    if good:
+        memory.publish(words[good], [sinks[number].row for number in good], [positions[index] for index in published])
+    return frozenset(published)

@@ -8,6 +8,7 @@ import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.plans.host_tier import HostTier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -49,10 +50,14 @@ def check_barrier_ops(ops: Sequence[worker_pb2.BarrierOp], table: SlotTable, run
         runner.expert_moves.check(op)
 
 
-def commit(op: worker_pb2.BarrierOp, runner: ModelRunner, records: PageRecordTable) -> None:
+def commit(
+    op: worker_pb2.BarrierOp, runner: ModelRunner, records: PageRecordTable, host: HostTier | None = None
+) -> None:
     """Does what the check has let pass, once all earlier steps have completed. Raises CollectiveAborted."""
     if op.HasField("flush_cache"):
         records.flush()
+        if host is not None:
+            host.flush()
         runner.clear()
         return
     assert runner.expert_moves is not None

@@ -9,6 +9,7 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +26,7 @@ from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
+from radixmesh.daemons.worker.plans.host_tier import HostTier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
@@ -68,6 +70,8 @@ class StepExecutor:
         self.table = SlotTable(self.limits)
         self._repeated = RepeatedRows(self.table, runner.page_size)
         self.records = PageRecordTable(self.limits)
+        self.host = HostTier(runner.host_pool, self.limits) if runner.host_pool is not None else None
+        """None: KV is on the device alone."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
         self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
@@ -83,6 +87,8 @@ class StepExecutor:
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
+        if self.host is not None:
+            self.host.begin_epoch(self.records)
         if self.runner.expert_moves is not None:
             self.runner.expert_moves.drop()
         self.table.clear()
@@ -97,6 +103,8 @@ class StepExecutor:
         self._guides.clear()
         self.blobs.begin_epoch()
         self.records.reset()
+        if self.host is not None:
+            self.host.reset()
         self.runner.clear()
 
     def run(self, plan: StepPlan, *, ready_ns: int = 0) -> StepResult:
@@ -109,11 +117,19 @@ class StepExecutor:
         `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's result():
         a step died half-way, the tables and KV are undefined from then on.
         """
+        step = self._start(plan, ready_ns)
+        host = self.host
+        if host is None:
+            return step
+        event = step.event if plan.has_forward else host.event
+        return StepHandle(event, partial(self._with_loaded, host, step, 0 if plan.has_forward else host.last_op))
+
+    def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
-        if not len(self._guides) and (repeated := self._repeated.next(plan)) is not None:
+        if not self._guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
             self.last_step = plan.step_id
             return self._launch(plan, repeated, ready_ns)
-        check_plan(plan, self.limits, self.table, self.records, self.runner)
+        check_plan(plan, self.limits, self.table, self.records, self.runner, self.host)
         spent_ns = self._apply(plan)
         self.last_step = plan.step_id
         if not plan.has_forward:
@@ -131,10 +147,20 @@ class StepExecutor:
             self._repeated.ran(batch)
         return self._launch(plan, batch, ready_ns)
 
+    def _with_loaded(self, host: HostTier, step: StepHandle[StepResult], wait_op: int) -> StepResult:
+        """A step's result with the loads that have completed by now; those up to wait_op are waited for."""
+        result = step.result()
+        if wait_op:
+            host.wait_until(wait_op)
+        loaded = host.take_loaded(self.records)
+        return replace(result, loaded_ops=loaded) if len(loaded) else result
+
     def _launch(self, plan: StepPlan, batch: ForwardBatch, ready_ns: int) -> StepHandle[StepResult]:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        if running.tokens is not None:
+            self._guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -158,7 +184,16 @@ class StepExecutor:
     def snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]]:
         """Records of all pages in ascending ranges, and the namespaces they index, after all launched steps."""
         self.finish_all()
+        if self.host is not None:
+            self.host.finish(self.records)
         return list(self.records.snapshot()), self.records.namespaces
+
+    def host_snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]] | None:
+        """As snapshot(), of host pages; None: there is no host tier."""
+        if self.host is None:
+            return None
+        self.host.finish(self.records)
+        return list(self.host.records.snapshot()), self.host.records.namespaces
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.epoch != self._epoch:
@@ -186,8 +221,12 @@ class StepExecutor:
         start_ns = self.runner.now_ns() if plan.barrier_ops else 0
         for op in plan.barrier_ops:
             self.finish_all()
-            commit(op, self.runner, records)
+            if self.host is not None:
+                self.host.finish(records)
+            commit(op, self.runner, records, self.host)
         spent_ns = self.runner.now_ns() - start_ns if plan.barrier_ops else 0
+        if self.host is not None and plan.saves:
+            self.host.save(plan.saves, records, self.weights_version)
         for release in plan.releases:
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
@@ -204,6 +243,8 @@ class StepExecutor:
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)
+        if self.host is not None and plan.loads:
+            self.host.load(plan.loads, records, self.weights_version)
         for copy in plan.page_copies:
             self.runner.copy_page(copy.source_page, copy.target_page, copy.num_tokens)
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
@@ -239,6 +280,8 @@ class StepExecutor:
         slots = np.array([grant.slot for grant in grants])
         counts = np.array([len(grant.pages) for grant in grants])
         pages = np.concatenate([grant.pages for grant in grants])
+        if self.host is not None:
+            self.host.pool.overwritten(pages)
         self.records.grant(
             pages,
             counts,
@@ -300,7 +343,7 @@ class StepExecutor:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
         if len(self._guides):
-            self._guides.follow(sampled_tokens(batch, output, tokens, self.table))
+            self._guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:

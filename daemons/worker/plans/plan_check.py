@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Grant, Ste
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.admit_check import check_admit
 from radixmesh.daemons.worker.plans.barrier_ops import check_barrier_ops, flushes
+from radixmesh.daemons.worker.plans.host_tier import HostTier, check_moves
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -29,11 +30,21 @@ _SLOT_CONFLICT = ErrorReason.ERROR_REASON_SLOT_CONFLICT
 _INVALID = ErrorReason.ERROR_REASON_INVALID_ARGUMENT
 
 
-def check_plan(plan: StepPlan, limits: Limits, table: SlotTable, records: PageRecordTable, runner: ModelRunner) -> None:
+def check_plan(
+    plan: StepPlan,
+    limits: Limits,
+    table: SlotTable,
+    records: PageRecordTable,
+    runner: ModelRunner,
+    host: HostTier | None = None,
+) -> None:
     """Raises the MeshError of the refusal (SLOT_CONFLICT, PAGE_CONFLICT, UNSUPPORTED, ...). Changes nothing."""
     if plan.barrier_ops:
         check_barrier_ops(plan.barrier_ops, table, runner)
-    _PlanCheck(plan, limits, table, records).run()
+    check = _PlanCheck(plan, limits, table, records)
+    check.run()
+    if plan.saves or plan.loads:
+        check.check_moves(host)
 
 
 @dataclass(slots=True)
@@ -62,6 +73,21 @@ class _PlanCheck:
         self._check_grants()
         self._check_copies()
         self._check_forward()
+
+    def check_moves(self, host: HostTier | None) -> None:
+        """As run(), of what moves between tiers."""
+        released = [self._table.pages(slot) for slot in self._released]
+        taken = [grant.pages for grant in self._plan.grants] + [admit.cached_pages for admit in self._plan.admits]
+        check_moves(
+            self._plan,
+            self._limits,
+            self._table,
+            self._records,
+            host,
+            is_flushed=self._is_flushed,
+            released=np.concatenate(released) if released else empty_ints(),
+            taken=np.concatenate(taken) if taken else empty_ints(),
+        )
 
     def _check_releases(self) -> None:
         for release in self._plan.releases:

@@ -127,8 +127,28 @@ class PlanRunner:
         return Answer(step_id=step_id, response=response, result=result)
 
     def snapshot(self) -> Sequence[worker_pb2.SnapshotCacheResponse]:
-        """The page records as messages, the last one with is_last."""
-        ranges, namespaces = self.executor.snapshot()
+        """The page records as messages, those of the device first, the last one with is_last."""
+        messages = self._tier_messages(*self.executor.snapshot())
+        if (host := self.executor.host_snapshot()) is not None:
+            messages += self._tier_messages(*host, worker_pb2.KV_TIER_HOST)
+        return [
+            records_to_proto(
+                records,
+                is_last=i == len(messages) - 1,
+                namespaces=names,
+                pinned=self._pins.held() if i == len(messages) - 1 else None,
+                tier=tier,
+            )
+            for i, (records, names, tier) in enumerate(messages)
+        ]
+
+    @staticmethod
+    def _tier_messages(
+        ranges: Sequence[PageRecords],
+        namespaces: Sequence[str],
+        tier: worker_pb2.KvTier = worker_pb2.KV_TIER_UNSPECIFIED,
+    ) -> list[tuple[PageRecords, tuple[str, ...], worker_pb2.KvTier]]:
+        """Records and namespaces of one tier, message by message."""
         parts: list[tuple[PageRecords, tuple[str, ...]]] = [(records, ()) for records in ranges]
         num_pages = sum(len(records.filled) for records in ranges)
         if len(namespaces) <= _NAMES_A_MESSAGE:
@@ -137,11 +157,7 @@ class PlanRunner:
             starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
             nothing = _empty_range(num_pages)
             parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
-        last, pinned = len(parts) - 1, self._pins.held()
-        return [
-            records_to_proto(records, is_last=i == last, namespaces=names, pinned=pinned if i == last else None)
-            for i, (records, names) in enumerate(parts)
-        ]
+        return [(records, names, tier) for records, names in parts]
 
     def _has_one_died(self) -> bool:
         """True if one of the steps that still run died: it may be what made the launch behind it fail.

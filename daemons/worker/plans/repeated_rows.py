@@ -53,13 +53,14 @@ class RepeatedRows:
             segments=(),
             segment_rows=(),
             num_results=before.num_results,
+            is_certain=before.is_certain,
         )
         return self._batch
 
     def ran(self, batch: ForwardBatch) -> None:
         """A step of `batch` is launched now; its lengths have not advanced yet."""
         table, slots = self._table, batch.rows.slots
-        is_plain = not (batch.segments or batch.late_rows) and batch.is_certain is None and batch.rows.bounds is None
+        is_plain = not (batch.segments or batch.late_rows) and batch.rows.bounds is None
         if not is_plain or not len(slots) or len(slots) != batch.num_results:
             self._batch = None
             return
@@ -75,6 +76,6 @@ def _says_nothing(plan: StepPlan) -> bool:
         plan.has_forward
         and plan.decode_set is None
         and not (plan.grants or plan.releases or plan.admits or plan.chunks or plan.page_copies or plan.barrier_ops)
-        and not (plan.drafts or plan.max_tokens_per_rank)
+        and not (plan.saves or plan.loads or plan.drafts or plan.max_tokens_per_rank)
         and plan.dispatch is DispatchMode.UNSPECIFIED
     )

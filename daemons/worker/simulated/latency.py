@@ -25,6 +25,7 @@ class LatencyModel:
 
     base: of any step with tokens (weights are read once). per_decode_row: slope over the batch. per_decode_context: KV
     read, a token. per_prefill_token: compute, an uncached token. per_prefill_context: attention, a pair of tokens.
+    per_loaded_token: KV that comes from the host, a token, beside the steps.
     """
 
     base: float = 2000.0
@@ -32,6 +33,7 @@ class LatencyModel:
     per_decode_context: float = 0.027
     per_prefill_token: float = 9.0
     per_prefill_context: float = 0.0005
+    per_loaded_token: float = 2.3
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.simulated.clock import StepClock
+from radixmesh.daemons.worker.simulated.host_pool import SimulatedHostPool
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import (
     EMPTY_PREFIX,
@@ -83,6 +84,16 @@ class SimulatedRunner(ModelRunner):
 
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         self.kv[indexes] = data.view(np.uint64)
+
+    def add_host_pool(self, num_bytes: int) -> None:
+        self.host_pool = SimulatedHostPool(
+            num_bytes,
+            self.kv,
+            self.page_size,
+            self.clock,
+            poison=_POISON,
+            load_token_us=self._latency.per_loaded_token,
+        )
 
     def clear(self) -> None:
         self.kv.fill(_POISON)

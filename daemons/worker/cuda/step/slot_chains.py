@@ -90,11 +90,17 @@ class SlotChains:
         """One of the slots follows a grammar."""
         return bool(self._is_guided[slots].any())
 
-    def apply(self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Masks the positions whose mask is there by now, in place."""
+    def apply(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        highest_TS: torch.Tensor | None = None,
+    ) -> None:
+        """Masks the positions whose mask is there by now, in place. highest_TS: as in apply_masks()."""
         taken_T = self.taken(len(slots))
         take_chains(slots, positions, self.masks_S, self._host, self.tokens_SL, taken_T, self._seen_T)
-        apply_masks(logits_TV, taken_T, HostMasks(self._host.words_MW, self._host.versions_M2))
+        apply_masks(logits_TV, taken_T, HostMasks(self._host.words_MW, self._host.versions_M2), highest_TS)
 
     def settle(
         self, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget, tokens_SL: torch.Tensor
@@ -113,7 +119,9 @@ class SlotChains:
         target = TokenTarget(
             ring_RT=zero[None].clone(), ring_index_1=zero, last_tokens_S=torch.zeros_like(self.masks_S)
         )
-        self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
+        logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device)
+        for highest_TS in (None, torch.zeros(1, vocab_size, dtype=torch.int64, device=dummy.device)):
+            self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
     def publish(self, output: int, position: int, words: MaskWords, forced: Sequence[int]) -> None:

@@ -1,10 +1,11 @@
-"""Masks of the slots that follow grammars: threads of the host write them, the device reads them where they lie.
+"""Masks of the slots that follow grammars: threads of the host send them, beside the steps, to the device.
 
-    host      token n known -> words of the mask of n + 1 -> its position
-    device                    forward of n + 1 ----------> is the position there?  mask, sample : nothing is yielded
+    host      token n known -> words of the mask of n + 1 -> copied to the device -> its position
+    device                    forward of n + 1 --------------------------------> is the position there?  mask, sample
+                                                                                            : nothing is yielded
 
 A step is launched before the token that its masks depend on is known. The device looks once, in stream order behind the
-forward, whether a mask is there, and waits for none. A mask is written only when the token of the one before is on the
+forward, whether a mask is there, and waits for none. A mask is sent only when the token of the one before is on the
 host, so the device has read that by then: one row of memory an output is enough.
 """
 
@@ -36,19 +37,27 @@ from radixmesh.kernels.sampling.masks import (
 )
 from radixmesh.kernels.sampling.sample import TokenTarget
 
+_MAX_GAP = 16  # Rows: a copy's launch takes as long as copying a quarter of a megabyte.
+
 
 class SlotMasks(MaskMemory):
-    """A row of host memory for each slot, and as many for outputs that have left while a thread was at their mask."""
+    """A row of memory for each slot, and as many for outputs that have left while a thread was at their mask.
+
+    Rows of the host's memory are copied to the same rows of the device's: reading megabytes of masks across the bus
+    would take a part of every step.
+    """
 
     def __init__(self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int) -> None:
         where = device.torch_device
         self._device = device
         num_masks = 2 * num_slots
-        self._host = HostMasks(
-            words_MW=device.host_ints(num_masks, -(-vocab_size // 32)), positions_M=device.host_ints(num_masks)
-        )
-        self._words: MaskWords = self._host.words_MW.numpy()
+        self._words_MW = device.host_ints(num_masks, -(-vocab_size // 32))
+        self._words: MaskWords = self._words_MW.numpy()
         self.num_words = self._words.shape[1]
+        self._host = HostMasks(
+            words_MW=torch.zeros(num_masks, self.num_words, dtype=torch.int32, device=where),
+            positions_M=device.host_ints(num_masks),
+        )
         self._positions: IntArray = self._host.positions_M.numpy()
         self._free = list(range(num_masks - 1, -1, -1))
         self._lock = threading.Lock()
@@ -107,11 +116,17 @@ class SlotMasks(MaskMemory):
         """Brings decode rows back to the length that their slots have. Part of captured steps."""
         clamp_positions(slots, positions, kv_lens, self._state.lengths, ids)
 
-    def apply(self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Masks the rows whose mask is there by now, in place; positions become exact."""
+    def apply(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        highest_TS: torch.Tensor | None = None,
+    ) -> None:
+        """Masks the rows whose mask is there, in place; positions become exact. highest_TS: as in apply_masks()."""
         taken_T = self._taken_T[: len(slots)]
         take_masks(slots, positions, self._state, self._host, taken_T)
-        apply_masks(logits_TV, taken_T, self._host)
+        apply_masks(logits_TV, taken_T, self._host, highest_TS)
 
     def settle(
         self, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget, tokens_SL: torch.Tensor
@@ -124,14 +139,15 @@ class SlotMasks(MaskMemory):
         dummy = torch.full((1,), len(self._is_guided) - 1, dtype=torch.int32, device=self._device.torch_device)
         zero = torch.zeros_like(dummy)
         target = TokenTarget(ring_RT=zero[None].clone(), ring_index_1=zero, last_tokens_S=self._state.last_tokens)
-        self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
+        logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device)
+        for highest_TS in (None, torch.zeros(1, vocab_size, dtype=torch.int64, device=dummy.device)):
+            self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
     def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._words[rows] = words
-        # Write-combined stores are in no order; the instructions that take a lock wait for those before them.
-        with self._lock:
-            self._positions[rows] = positions
+        self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
+        self._positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
@@ -149,6 +165,14 @@ class _Row(MaskSink):
 
     def release(self) -> None:
         self._masks.release(self.row)
+
+
+def _runs_of(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges that hold all of the rows, each from its first to behind its last one. Rows between two that are near are
+    copied along: those of others are copied once more, behind this, when their own masks are there."""
+    ordered = np.sort(np.asarray(rows))
+    ends = np.flatnonzero(np.diff(ordered) > _MAX_GAP)
+    return list(zip(ordered[[0, *(ends + 1)]].tolist(), (ordered[[*ends, -1]] + 1).tolist(), strict=True))
 
 
 def yielded(tokens: Sequence[int] | IntArray) -> tuple[IntArray, IntArray]:

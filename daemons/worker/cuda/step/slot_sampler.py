@@ -90,8 +90,8 @@ class SlotSampler:
         if masks is not None and masks.is_guided(host_slots):
             if asking.rows:
                 as_they_were_TV = logits_TV.clone()
-            masks.apply(logits_TV, slots, positions)
-            self.sample(logits_TV, slots, positions, host_slots, target)
+            masks.apply(logits_TV, slots, positions, self._scratch.highest_TS if has_highest else None)
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=has_highest)
             masks.settle(slots, positions, target, self.tokens_SL)
         elif has_highest:
             self.resample(logits_TV, slots, positions, host_slots, target)

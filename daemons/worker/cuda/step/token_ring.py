@@ -7,6 +7,7 @@ A row is used again only when its step is done; what was not asked for by then i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,6 +72,14 @@ class TokenRing:
         """The first `count` tokens of the row that was taken last, and the logprobs of those that ask, the caller's to
         keep; on the host when the event `done` is."""
         row, numbers = self._ints[self._index, :count], self._numbers[self._index]
+        lock, kept = threading.Lock(), list[IntArray]()
+
+        def tokens() -> IntArray:
+            done.wait()
+            with lock:
+                if not kept:
+                    kept.append(row.copy())
+                return kept[0]
 
         def copy() -> Fetched:
             done.wait()
@@ -78,9 +87,9 @@ class TokenRing:
                 index: _logprobs(numbers[index, : 1 + 2 * num_top].copy(), num_top)
                 for index, num_top in zip(asking.rows, asking.num_top, strict=True)
             }
-            return Fetched(row.copy(), logprobs)
+            return Fetched(tokens(), logprobs)
 
-        fetched = self._fetched[self._index] = StepHandle(done, copy)
+        fetched = self._fetched[self._index] = StepHandle(done, copy, tokens)
         return fetched
 
 

@@ -42,6 +42,11 @@ class NoTokenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NO_TOKEN_REASON_NO_MASK: _ClassVar[NoTokenReason]
     NO_TOKEN_REASON_SLOT_ERROR: _ClassVar[NoTokenReason]
 
+class KvTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TIER_UNSPECIFIED: _ClassVar[KvTier]
+    KV_TIER_HOST: _ClassVar[KvTier]
+
 class ProfileAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PROFILE_ACTION_UNSPECIFIED: _ClassVar[ProfileAction]
@@ -95,6 +100,8 @@ NO_TOKEN_REASON_UNSPECIFIED: NoTokenReason
 NO_TOKEN_REASON_NO_ROOM: NoTokenReason
 NO_TOKEN_REASON_NO_MASK: NoTokenReason
 NO_TOKEN_REASON_SLOT_ERROR: NoTokenReason
+KV_TIER_UNSPECIFIED: KvTier
+KV_TIER_HOST: KvTier
 PROFILE_ACTION_UNSPECIFIED: ProfileAction
 PROFILE_ACTION_START: ProfileAction
 PROFILE_ACTION_STOP: ProfileAction
@@ -178,7 +185,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts", "transfer_kv")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts", "transfer_kv", "num_host_pages")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +211,7 @@ class Capabilities(_message.Message):
     TAKES_PLAN_BATCHES_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_KV_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -229,7 +237,8 @@ class Capabilities(_message.Message):
     takes_plan_batches: bool
     experts: SharedExperts
     transfer_kv: KvFormat
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ..., transfer_kv: _Optional[_Union[KvFormat, _Mapping]] = ...) -> None: ...
+    num_host_pages: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ..., transfer_kv: _Optional[_Union[KvFormat, _Mapping]] = ..., num_host_pages: _Optional[int] = ...) -> None: ...
 
 class SharedExperts(_message.Message):
     __slots__ = ("num_layers", "num_experts", "places_per_rank", "expert_bytes", "placement")
@@ -456,7 +465,7 @@ class ReleaseMemory(_message.Message):
     def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankPlan(_message.Message):
-    __slots__ = ("release_slots", "release_generations", "admits", "grants", "page_copies", "chunks", "decode_set", "drafts")
+    __slots__ = ("release_slots", "release_generations", "admits", "grants", "page_copies", "chunks", "decode_set", "drafts", "saves", "loads")
     RELEASE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     ADMITS_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +474,8 @@ class RankPlan(_message.Message):
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SET_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     release_slots: bytes
     release_generations: bytes
     admits: _containers.RepeatedCompositeFieldContainer[Admit]
@@ -473,7 +484,23 @@ class RankPlan(_message.Message):
     chunks: Chunks
     decode_set: DecodeSet
     drafts: Drafts
-    def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+    saves: PageMoves
+    loads: PageMoves
+    def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., saves: _Optional[_Union[PageMoves, _Mapping]] = ..., loads: _Optional[_Union[PageMoves, _Mapping]] = ...) -> None: ...
+
+class PageMoves(_message.Message):
+    __slots__ = ("op_ids", "counts", "device_pages", "host_pages", "previous_pages")
+    OP_IDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_PAGES_FIELD_NUMBER: _ClassVar[int]
+    op_ids: bytes
+    counts: bytes
+    device_pages: bytes
+    host_pages: bytes
+    previous_pages: bytes
+    def __init__(self, op_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., device_pages: _Optional[bytes] = ..., host_pages: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ...) -> None: ...
 
 class Drafts(_message.Message):
     __slots__ = ("slots", "generations", "starts", "counts", "ids")
@@ -568,7 +595,7 @@ class DecodeSet(_message.Message):
     def __init__(self, slots: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers", "expert_rows", "expert_loads")
+    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers", "expert_rows", "expert_loads", "loaded_ops")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -586,6 +613,7 @@ class StepResult(_message.Message):
     RELEASED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_LOADS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_OPS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     counts: bytes
@@ -603,7 +631,8 @@ class StepResult(_message.Message):
     released_transfers: _containers.RepeatedScalarFieldContainer[str]
     expert_rows: int
     expert_loads: bytes
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ..., expert_rows: _Optional[int] = ..., expert_loads: _Optional[bytes] = ...) -> None: ...
+    loaded_ops: bytes
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ..., expert_rows: _Optional[int] = ..., expert_loads: _Optional[bytes] = ..., loaded_ops: _Optional[bytes] = ...) -> None: ...
 
 class SlotError(_message.Message):
     __slots__ = ("slot", "generation", "error")
@@ -646,7 +675,7 @@ class SnapshotCacheRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class SnapshotCacheResponse(_message.Message):
-    __slots__ = ("first_page", "generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions", "ids", "namespaces", "pinned_pages", "is_last", "pinned_transfers")
+    __slots__ = ("first_page", "generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions", "ids", "namespaces", "pinned_pages", "is_last", "pinned_transfers", "tier")
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
@@ -659,6 +688,7 @@ class SnapshotCacheResponse(_message.Message):
     PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     PINNED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     first_page: int
     generations: bytes
     filled: bytes
@@ -671,7 +701,8 @@ class SnapshotCacheResponse(_message.Message):
     pinned_pages: bytes
     is_last: bool
     pinned_transfers: _containers.RepeatedCompositeFieldContainer[PinnedTransfer]
-    def __init__(self, first_page: _Optional[int] = ..., generations: _Optional[bytes] = ..., filled: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ..., previous_generations: _Optional[bytes] = ..., namespace_indexes: _Optional[bytes] = ..., weights_versions: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[str]] = ..., pinned_pages: _Optional[bytes] = ..., is_last: bool = ..., pinned_transfers: _Optional[_Iterable[_Union[PinnedTransfer, _Mapping]]] = ...) -> None: ...
+    tier: KvTier
+    def __init__(self, first_page: _Optional[int] = ..., generations: _Optional[bytes] = ..., filled: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ..., previous_generations: _Optional[bytes] = ..., namespace_indexes: _Optional[bytes] = ..., weights_versions: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[str]] = ..., pinned_pages: _Optional[bytes] = ..., is_last: bool = ..., pinned_transfers: _Optional[_Iterable[_Union[PinnedTransfer, _Mapping]]] = ..., tier: _Optional[_Union[KvTier, str]] = ...) -> None: ...
 
 class PinnedTransfer(_message.Message):
     __slots__ = ("transfer_id", "pages")

@@ -1,0 +1,39 @@
+"""A prompt that a scheduler computes for an output elsewhere, and the first token that comes of it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.router.requests.updates import Logprobs
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RemotePrompt:
+    """ids: what has come of the output, sampled as the output's own scheduler would; logprobs: of these, where asked
+    for."""
+
+    transfer_id: str
+    output: Output
+    attempt: int
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: list[Logprobs] = field(default_factory=list)
+    weights_version: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, where it was computed."""
+
+    def give(self) -> bool:
+        """Appends the ids to the journal's; False: there are none, or their logprobs did not come."""
+        output = self.output
+        if not self.ids or output.ids:
+            return False
+        if output.logprobs is not None:
+            for logprobs in self.logprobs:
+                output.logprobs.append(logprobs)
+            if output.logprobs.end != len(self.ids):
+                output.level_logprobs()
+                return False
+        output.ids.extend(self.ids)
+        output.weights_version = self.weights_version
+        return True

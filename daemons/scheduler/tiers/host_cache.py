@@ -1,0 +1,131 @@
+"""Prefixes in the host memory of a rank's workers: an index of its own beside the device's, with pages of its own.
+
+The two trees share nothing: a prefix is in either, both or none, and each tier evicts for itself. A host tree always
+holds whole prefixes, so one that the device evicts page by page can still be found from its first token on. Workers
+save in the order of plans: what one plan saves can be loaded by the same plan, and by any later one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.steps.step import PageMove
+from radixmesh.daemons.scheduler.cache.eviction import make_eviction_policy
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.tiers.host_pages import HostPages
+
+MAX_SAVED_PAGES = 1 << 18
+"""Pages that one plan saves at most: their ids take 2 MiB of its message."""
+
+
+class WritePolicy(StrEnum):
+    """When KV is saved to the host."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as a prefix is cached on the device."""
+    SELECTIVE = "selective"
+    """Once a cached prefix has been used again some times."""
+    WRITE_BACK = "write_back"
+    """When the device evicts it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """min_hits: uses of a cached prefix before `selective` saves it. load_timeout_s: a request that waits for a load
+    longer than that computes its prompt."""
+
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    min_hits: int = 2
+    load_timeout_s: float = 2.0
+
+
+class HostCache:
+    """Of one data-parallel rank. num_saved, num_loaded, num_evicted: pages; num_skipped: pages not saved for want of
+    room."""
+
+    def __init__(self, num_pages: int, page_size: int, settings: TierSettings, eviction: str, rank: int = 0) -> None:
+        self.settings = settings
+        self.pages = HostPages(num_pages)
+        self.cache = RadixCache(page_size=page_size, num_pages=num_pages, policy=make_eviction_policy(eviction))
+        self._rank = rank
+        self._saves: list[PageMove] = []
+        self._num_unsent = 0
+        self.num_saved = self.num_loaded = self.num_evicted = self.num_skipped = 0
+
+    @property
+    def has_saves(self) -> bool:
+        """Saves wait for the next plan, which must carry them."""
+        return bool(self._saves)
+
+    def take_saves(self) -> list[PageMove]:
+        """Saves for the plan that is being made: in front of all that it does."""
+        saves, self._saves, self._num_unsent = self._saves, [], 0
+        return saves
+
+    def num_known(self, namespace: Namespace, ids: IntArray) -> int:
+        """Pages of the longest prefix that is here."""
+        return self.cache.probe(namespace, ids).num_pages
+
+    def hold(self, namespace: Namespace, ids: IntArray) -> Match:
+        """The longest prefix that is here, locked: release() it."""
+        match = self.cache.match(namespace, ids)
+        self.cache.lock(match)
+        return match
+
+    def release(self, held: Match) -> None:
+        self.cache.unlock(held)
+
+    def keep(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> None:
+        """Saves what is missing here of a prefix whose KV lies in these device pages, as far as there is room.
+
+        len(ids) = page_size * len(pages). What is here already counts as used now.
+        """
+        size = self.cache.page_size
+        held = self.hold(namespace, ids)
+        known = len(held.pages)
+        missing = len(pages) - known
+        room = min(self.pages.num_free + self.cache.num_evictable, MAX_SAVED_PAGES - self._num_unsent)
+        num = min(missing, room)
+        self.num_skipped += missing - num
+        if num > 0:
+            if num > self.pages.num_free:
+                evicted = self.cache.evict(num - self.pages.num_free)
+                self.pages.give_back(evicted)
+                self.num_evicted += len(evicted)
+            host_pages = self.pages.take(num)
+            all_pages = np.concatenate([held.pages, host_pages])
+            held, _ = self.cache.extend(held, namespace, ids[: size * (known + num)], all_pages)
+            self._saves.append(
+                PageMove(
+                    device_pages=pages[known : known + num].copy(),
+                    host_pages=host_pages,
+                    previous_page=int(all_pages[known - 1]) if known else -1,
+                    rank=self._rank,
+                )
+            )
+            self._num_unsent += num
+            self.num_saved += num
+        self.release(held)
+
+    def flush(self) -> None:
+        """Empties the cache; nothing of it is held."""
+        self.pages.give_back(self.cache.reset())
+        self.take_saves()
+
+    def adopt(self, snapshot: CacheSnapshot, weights_version: int) -> int:
+        """Takes over, once, what a former scheduler saved; returns its pages."""
+        adopted = self.cache.adopt(snapshot.records, snapshot.names, weights_version)
+        self.pages.adopt(adopted)
+        return len(adopted)
+
+    def find_violation(self) -> str:
+        """Describes a violation of the counts; empty = none."""
+        if self.pages.num_used != self.cache.num_cached:
+            return f"{self.pages.num_used} host pages are used, the host cache has {self.cache.num_cached}"
+        return ""

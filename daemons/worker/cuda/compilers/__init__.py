@@ -1,0 +1,1 @@
+"""Kernels compiled by processes of their own while a worker starts."""

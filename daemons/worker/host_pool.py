@@ -1,0 +1,105 @@
+"""KV pages in host memory: the seam between plans and whoever copies, and the pool of workers that compute on CPUs.
+
+A host page lies in one piece, whatever the layers and planes of the device pool are: page-first, so that it can be
+written to a file or sent as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
+
+
+class HostPool(ABC):
+    """Copies between the device's pages and its own, [0, num_pages). One thread calls it.
+
+    Copies read and write as if they ran when they are called: a save reads its device pages before anything that is
+    launched later writes there, once overwritten() was told of it; a load writes behind all that was launched before;
+    copies of one host page keep their order.
+    """
+
+    num_pages: int
+    page_bytes: int
+
+    @abstractmethod
+    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+        """Copies device pages to host pages; both int32 [n], host pages distinct."""
+
+    @abstractmethod
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
+        """Copies host pages to device pages; both int32 [n], device pages distinct. The event is behind the copy: only
+        then may a forward that reads them be launched."""
+
+    def overwritten(self, device_pages: IntArray) -> None:
+        """Device pages that what is launched next may write to. Default: no save is under way when save() returns."""
+        return
+
+    def wait(self) -> None:
+        """Returns when no copy is under way. Default: none ever is."""
+        return
+
+
+class ArrayHostPool(HostPool):
+    """Rows of bytes; copies run in the call.
+
+    planes: views of the device's pages, uint8 [pages of the device, bytes of a page in this plane]. loaded: told of
+    device pages that were written.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        planes: Mapping[str, npt.NDArray[np.uint8]],
+        loaded: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        self.page_bytes = sum(plane.shape[1] for plane in planes.values())
+        self.num_pages = host_pages_in(num_bytes, self.page_bytes)
+        self._planes = tuple(planes.values())
+        self._rows = np.empty((self.num_pages, self.page_bytes), np.uint8)
+        self._loaded = loaded
+
+    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+        start = 0
+        for plane in self._planes:
+            end = start + plane.shape[1]
+            self._rows[host_pages, start:end] = plane[device_pages]
+            start = end
+
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
+        start = 0
+        for plane in self._planes:
+            end = start + plane.shape[1]
+            plane[device_pages] = self._rows[host_pages, start:end]
+            start = end
+        if self._loaded is not None:
+            self._loaded(device_pages)
+        return DONE
+
+
+def pages_of_tensors(views: Mapping[str, torch.Tensor], page_size: int) -> dict[str, npt.NDArray[np.uint8]]:
+    """Pages of contiguous [tokens, *row_shape] tensors on the CPU as ArrayHostPool takes them: the same memory."""
+    pages: dict[str, npt.NDArray[np.uint8]] = {}
+    for name, view in views.items():
+        row_bytes = math.prod(view.shape[1:]) * view.element_size()
+        data = view.view(torch.uint8).numpy()
+        pages[name] = data.reshape(view.shape[0] // page_size, page_size * row_bytes)
+        assert np.shares_memory(pages[name], data), f"plane {name} has padding"
+    return pages
+
+
+def host_pages_in(num_bytes: int, page_bytes: int) -> int:
+    """Pages that fit. Raises INVALID_ARGUMENT if not even one does."""
+    if num_bytes < page_bytes:
+        message = f"a page takes {page_bytes} bytes: set --host-kv-bytes to that at least, or to 0"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"})
+    return min(num_bytes // page_bytes, (1 << 31) - 1)

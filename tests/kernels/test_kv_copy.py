@@ -1,0 +1,51 @@
+"""KV copied between pages and a staging region, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixmesh.kernels.kv_copy import (
+    CHUNK_TOKENS,
+    can_copy,
+    gather_rows,
+    gather_rows_reference,
+    scatter_rows,
+    token_bytes_of,
+)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70, CHUNK_TOKENS, CHUNK_TOKENS + 3])
+@pytest.mark.parametrize(
+    ("shapes", "padding", "dtype"),
+    [
+        ([(2, 16), (2, 16)], 0, torch.bfloat16),
+        ([(36,)], 28, torch.bfloat16),
+        ([(3,), (5,)], 0, torch.uint8),
+        ([(600,)], 0, torch.float32),
+    ],
+)
+def test_tokens_are_gathered_and_scattered_as_by_the_reference(num_tokens, shapes, padding, dtype, device) -> None:
+    num_layers, num_slots = 2, 300
+    pools = [
+        torch.randint(0, 99, (num_layers, num_slots, *shape[:-1], shape[-1] + padding), device=device).to(dtype)
+        for shape in shapes
+    ]
+    planes = [pool[..., : shape[-1]] for pool, shape in zip(pools, shapes, strict=True)]
+    indexes = torch.randperm(num_slots, device=device)[:num_tokens].int()
+    expected = torch.empty(num_tokens * token_bytes_of(planes), dtype=torch.uint8, device=device)
+    gather_rows_reference(planes, indexes, expected)
+    region = torch.full_like(expected, 255)
+    gather_rows(planes, indexes, region)
+    assert torch.equal(region, expected)
+    before = [pool.clone() for pool in pools]
+    for plane in planes:
+        plane[:, indexes.long()] = 0
+    scatter_rows(planes, indexes, region)
+    # Nothing else of the pool was touched: neither other tokens nor padding.
+    assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+
+def test_rows_with_gaps_are_not_copied_by_kernels() -> None:
+    pool = torch.zeros(1, 4, 2, 20)
+    assert can_copy([pool]) and not can_copy([pool[..., :16]]), "padding behind each head"

@@ -1,0 +1,318 @@
+"""Saves and loads of KV pages: order and refusals of workers, copies on CPUs, the use that schedulers make of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.planner_world import World, new_executor
+from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_executor
+
+from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.sections import sections_of
+from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
+from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
+from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
+from radixmesh.worker.v1 import worker_pb2
+
+PROMPT = list(range(10, 22))
+
+
+def move(device, host, previous=-1, op_id=0):
+    return PageMove(device_pages=as_ints(device), host_pages=as_ints(host), previous_page=previous, op_id=op_id)
+
+
+def saved_world(load_token_us=1000.0):
+    """Three full pages (4 tokens each) of a prompt on device pages 0-2 and host pages 5-7; slot 0 is free again."""
+    steps = Steps(
+        simulated_executor(page_size=4, num_pages=32, num_slots=4, num_host_pages=8, load_token_us=load_token_us)
+    )
+    steps.run(admits=[admit(0, PROMPT)], grants=[grant(0, [0, 1, 2, 3])], chunks=[chunk(0, 12)])
+    steps.run(has_forward=False, saves=[move([0, 1, 2], [5, 6, 7])], releases=[Release(slot=0, generation=1)])
+    return steps
+
+
+def test_a_save_reads_before_its_pages_are_granted_anew():
+    steps = saved_world()
+    # The pages are computed over in the plan behind the save, and what was saved comes back elsewhere.
+    steps.run(admits=[admit(1, [50] * 12)], grants=[grant(1, [0, 1, 2, 3])], chunks=[chunk(1, 12)])
+    result = steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
+    assert result.loaded_ops.tolist() == [1]
+    parts = {"cached_len": 12, "cached_pages": [20, 21, 22], "cached_page_generations": [1, 1, 1]}
+    got = steps.run(
+        admits=[admit(2, [*PROMPT, 40], **parts)], grants=[grant(2, [23])], chunks=[chunk(2, 1)], decodes=[]
+    )
+    assert got.ids.tolist() == simulated_continuation([*PROMPT, 40], 1, alphabet=steps.executor.runner.alphabet)
+
+
+def test_a_load_is_told_once_and_only_when_it_has_completed():
+    steps = saved_world(load_token_us=1000.0)  # 12 ms, four steps of 2 ms and more.
+    steps.run(loads=[move([20, 21, 22], [5, 6, 7], op_id=3)], has_forward=True, decodes=[], admits=[admit(1, [50] * 9)],
+              grants=[grant(1, [8, 9, 10, 11])], chunks=[chunk(1, 3)])  # fmt: skip
+    cached = {"cached_len": 4, "cached_pages": [20], "cached_page_generations": [1]}
+    early = steps.plan(admits=[admit(2, [*PROMPT[:4], 40], **cached)], grants=[grant(2, [24])], chunks=[chunk(2, 1)])
+    with pytest.raises(MeshError) as caught:
+        steps.executor.run(early)
+    assert caught.value.reason_name == "PAGE_CONFLICT" and "holds 0 tokens" in str(caught.value)
+    told = [steps.run(chunks=[chunk(1, 1)]).loaded_ops.tolist() for _ in range(5)]
+    told.append(steps.run(has_forward=False).loaded_ops.tolist())
+    assert [3] in told and told.count([3]) == 1 and told[0] == [] and told[-1] == []
+
+
+def test_an_answer_without_a_forward_waits_for_loads_before_it():
+    steps = saved_world(load_token_us=1e6)
+    first = steps.run(has_forward=True, decodes=[], loads=[move([20], [5], op_id=1)], admits=[admit(1, [50] * 9)],
+                      grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
+    assert not len(first.loaded_ops)
+    before = steps.executor.runner.now_ns()
+    assert steps.run(has_forward=False).loaded_ops.tolist() == [1]
+    assert steps.executor.runner.now_ns() - before > 3_000_000_000
+
+
+REFUSED = {
+    "a save of a page that is not full": ({"saves": (move([3], [0]),)}, "PAGE_CONFLICT"),
+    "a save of no page": ({"saves": (move([32], [0]),)}, "PAGE_CONFLICT"),
+    "a save to no host page": ({"saves": (move([0], [8]),)}, "PAGE_CONFLICT"),
+    "two saves to a host page": ({"saves": (move([0], [1]), move([1], [1]))}, "PAGE_CONFLICT"),
+    "a save behind no host page": ({"saves": (move([0], [0], previous=8),)}, "PAGE_CONFLICT"),
+    "a save of two namespaces": ({"saves": (move([0, 12], [0, 1]),)}, "PAGE_CONFLICT"),
+    "a load of an empty host page": ({"loads": (move([20], [0], op_id=1),)}, "PAGE_CONFLICT"),
+    "a load of no host page": ({"loads": (move([20], [8], op_id=1),)}, "PAGE_CONFLICT"),
+    "a load to no page": ({"loads": (move([32], [5], op_id=1),)}, "PAGE_CONFLICT"),
+    "a load behind no page": ({"loads": (move([20], [5], previous=32, op_id=1),)}, "PAGE_CONFLICT"),
+    "two loads to a page": ({"loads": (move([20], [5], op_id=1), move([20], [6], op_id=2))}, "PAGE_CONFLICT"),
+    "a load to a page of a slot": ({"loads": (move([12], [5], op_id=1),)}, "PAGE_CONFLICT"),
+    "a load to a granted page": ({"loads": (move([20], [5], op_id=1),), "grants": (grant(1, [20]),)}, "PAGE_CONFLICT"),
+    "op ids that fall": ({"loads": (move([20], [5], op_id=2), move([21], [5], op_id=1))}, "INVALID_ARGUMENT"),
+    "a flush beside a save": (
+        {
+            "barrier_ops": (worker_pb2.BarrierOp(flush_cache=worker_pb2.FlushCache()),),
+            "saves": (move([0], [0]),),
+            "releases": (Release(slot=1, generation=1),),
+        },
+        "SLOT_CONFLICT",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_move_leaves_no_trace(case):
+    parts, reason = REFUSED[case]
+    steps = saved_world()
+    steps.run(admits=[admit(1, [60] * 5, cache_namespace="salt")], grants=[grant(1, [12, 13])], chunks=[chunk(1, 5)])
+    before = fingerprint(steps.executor)
+    with pytest.raises(MeshError) as caught:
+        steps.executor.run(steps.plan(has_forward=False, **parts))
+    assert caught.value.reason_name == reason, caught.value
+    assert fingerprint(steps.executor) == before
+
+
+def test_host_pages_under_a_load_are_not_saved_to_and_its_pages_not_loaded_to():
+    steps = saved_world(load_token_us=1e6)
+    steps.run(has_forward=True, decodes=[], loads=[move([20], [5], op_id=1)], admits=[admit(1, [50] * 9)],
+              grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 5)])  # fmt: skip
+    for parts in ({"saves": [move([8], [5])]}, {"loads": [move([20], [6], op_id=2)]}, {"loads": [move([21], [6])]}):
+        with pytest.raises(MeshError):
+            steps.executor.run(steps.plan(has_forward=False, **parts))
+
+
+def test_a_worker_without_a_tier_takes_no_moves():
+    steps = Steps(simulated_executor(page_size=4))
+    with pytest.raises(MeshError) as caught:
+        steps.run(has_forward=False, saves=[move([0], [0])])
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
+def test_moves_survive_the_wire_and_go_to_their_rank():
+    saves = (dataclasses.replace(move([1, 2], [8, 9], previous=7)), move([3], [4]))
+    loads = (move([5], [6], previous=2, op_id=9),)
+    plan = StepPlan(epoch=1, step_id=2, saves=saves, loads=loads, has_forward=False)
+    back = plan_from_proto(plan_to_proto(plan))
+    assert repr(back.saves) == repr(saves) and repr(back.loads) == repr(loads)
+    of_ranks = dataclasses.replace(plan, saves=tuple(dataclasses.replace(s, rank=i) for i, s in enumerate(saves)))
+    first, second, third = sections_of(of_ranks, 3, 4)
+    assert repr(first.saves) == repr(saves[:1]) and repr(second.saves) == repr(saves[1:])
+    assert len(first.loads) == 1 and not second.loads and third is None
+    message = plan_to_proto(plan)
+    message.ranks[0].loads.op_ids = b""
+    with pytest.raises(MeshError):
+        plan_from_proto(message)
+
+
+def test_a_load_is_complete_when_all_workers_of_a_rank_say_so():
+    def result(*ops):
+        return StepResult(epoch=1, step_id=1, counts=as_ints([]), ids=as_ints([]), loaded_ops=as_ints(ops))
+
+    loads, told = CommonLoads(), []
+    for both in ([result(1), result()], [result(2), result(1, 2)], [result(), result()]):
+        told.append(loads.take(both, both[0]).loaded_ops.tolist())
+    assert told == [[], [1, 2], []]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_pages_come_back_as_they_were(page_size, dtype):
+    layout = KvLayout(num_layers=3, planes=(KvPlane(name="k", row_shape=(2, 5)), KvPlane(name="v", row_shape=(7,))))
+    pool = KvPool(layout, num_pages=6, page_size=page_size, dtype=dtype, device=torch.device("cpu"))
+    for (_, layer), view in pool._token_views.items():
+        view.copy_(torch.randn(view.shape) + layer)
+    before = {key: view.clone() for key, view in pool._token_views.items()}
+    loaded = []
+    host = ArrayHostPool(
+        4 * 3 * page_size * 17 * dtype.itemsize, pool.page_planes(), lambda pages: loaded.append(pages)
+    )
+    assert host.num_pages == 4
+    host.save(as_ints([1, 4]), as_ints([3, 0]))
+    pool.clear()
+    host.load(as_ints([0, 3]), as_ints([2, 5])).wait()
+    for key, view in pool._token_views.items():
+        pages = view.unflatten(0, (-1, page_size))
+        old = before[key].unflatten(0, (-1, page_size))
+        assert torch.equal(pages[2], old[4]) and torch.equal(pages[5], old[1])
+        assert pages[[0, 1, 3, 4]].isnan().all()
+    assert loaded[0].tolist() == [2, 5]
+
+
+def test_flags_that_cannot_be_are_refused():
+    for wrong in ({"host_kv_bytes": -1}, {"host_kv_bytes": 1 << 20, "transfer_staging_bytes": 1 << 20}):
+        with pytest.raises(ValueError, match="host-kv-bytes"):
+            WorkerSettings(backend=Backend.SIMULATED, **wrong)
+
+
+# The scheduler.
+
+
+def tier(policy, **more):
+    return TierSettings(policy=WritePolicy(policy), **more)
+
+
+def small_world(policy="write_through", num_host_pages=1024, **more):
+    return World(
+        num_pages=128, num_slots=4, num_host_pages=num_host_pages, tiers=tier(policy, min_hits=1), eos_rate=0.0, **more
+    )
+
+
+def prompts(num, length=60):
+    return [[2 + (7 * i + j * j) % 60 for j in range(length)] for i in range(num)]
+
+
+def rounds(world, texts, times):
+    for _ in range(times):
+        records = [world.submit(text) for text in texts]
+        world.run(2)
+        for record in records:
+            assert record.tokens == world.expected(record.submission)
+    world.check_clean()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_the_device_evicts_comes_back(policy):
+    """Ten prompts of 60 tokens in rounds, device pages for two: from the second round on nothing is computed twice."""
+    world = small_world(policy)
+    rounds(world, prompts(10), 1)
+    before = world.planner.counters.prefilled_tokens
+    rounds(world, prompts(10), 3)
+    assert world.planner.counters.prefilled_tokens - before == 3 * 10, "the last token of each prompt is computed"
+    assert world.planner.loads.num_loads >= 20
+
+
+def test_selective_saves_what_was_used_again():
+    world = small_world("selective")
+    shared = prompts(1, 40)[0]
+    for tail in range(3):
+        rounds(world, [[*shared, 60, 2 + tail]], 1)
+    host = world.planner.state.pages.host
+    assert host.num_saved == 41, "the shared part alone"
+
+
+def test_a_full_host_forgets_what_was_used_longest_ago():
+    world = small_world("write_through", num_host_pages=140)
+    rounds(world, prompts(6), 2)
+    host = world.planner.state.pages.host
+    assert host.num_evicted and host.pages.num_used <= 140
+
+
+def test_a_request_that_waits_too_long_computes_instead():
+    world = small_world(load_token_us=1e7)
+    rounds(world, prompts(6), 1)
+    record = world.submit(prompts(6)[0])
+    world.plan()
+    assert world.planner.loads.num_under_way == 1 and not record.tokens
+    world.now += 100.0
+    world.run(1)
+    assert record.tokens == world.expected(record.submission)
+    assert world.planner.loads.num_late == 1
+    world.check_clean()
+
+
+def test_requests_with_one_prefix_share_its_load():
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    base = prompts(6)[0]
+    before = world.planner.loads.num_loads
+    records = [world.submit([*base, 2 + i]) for i in range(3)]
+    world.run(1)
+    assert all(record.tokens == world.expected(record.submission) for record in records)
+    assert world.planner.loads.num_loads == before + 1
+
+
+def test_a_new_scheduler_finds_what_the_host_holds():
+    world = small_world()
+    rounds(world, prompts(8), 1)
+    held = world.planner.state.pages.host.pages.num_used
+    world.submit(prompts(8)[0])  # A load is under way when the epoch ends.
+    world.plan()
+    world.begin_epoch()
+    host = world.planner.state.pages.host
+    assert host.pages.num_used == held and host.cache.num_cached == held
+    before = world.planner.counters.prefilled_tokens
+    rounds(world, prompts(8), 1)
+    assert world.planner.counters.prefilled_tokens - before == 8 + 1
+
+
+def test_a_new_worker_has_nothing_on_its_host():
+    world = small_world()
+    rounds(world, prompts(4), 1)
+    world.executor = new_executor(world, num_host_pages=1024)
+    world.begin_epoch()
+    assert world.planner.state.pages.host.pages.num_used == 0
+    rounds(world, prompts(4), 2)
+
+
+def test_a_flush_empties_the_host_too():
+    world = small_world()
+    rounds(world, prompts(4), 1)
+    world.planner.flush.wish()
+    world.run(1)
+    assert world.planner.state.pages.host.pages.num_used == 0
+    assert not world.executor.host.records.filled.any()
+    rounds(world, prompts(4), 1)
+
+
+def test_without_a_tier_plans_carry_no_moves():
+    world = World(num_pages=128, num_slots=4)
+    rounds(world, prompts(6), 2)
+    assert not any(plan.saves or plan.loads for plan in world.log)
+
+
+def test_a_prefix_is_saved_as_far_as_there_is_room():
+    host = HostCache(4, 2, tier("write_through"), "lru")
+    names = Namespace("", 1)
+    host.keep(names, np.arange(12, dtype=np.int32), np.arange(6, dtype=np.int32))
+    assert host.num_saved == 4 and host.num_skipped == 2
+    host.take_saves()
+    held = host.hold(names, np.arange(12, dtype=np.int32))
+    host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
+    assert not host.has_saves and host.num_skipped == 4, "what a load reads is not evicted"
+    host.release(held)
+    host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
+    assert host.num_evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
+    assert not host.find_violation()

@@ -1,0 +1,90 @@
+"""The process that compiles kernels beside a start: when it is started, and tasks in its children."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.cuda.compilers import client
+from radixmesh.daemons.worker.cuda.compilers.server import run_in_children
+
+MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+
+
+class _Started:
+    """In place of the process."""
+
+    def __init__(self, most: int, note: Path) -> None:
+        self.most, self.note = most, note
+        note.parent.mkdir(parents=True, exist_ok=True)
+
+    keep = client.KernelCompilers.keep
+
+    @property
+    def _note(self) -> Path:
+        return self.note
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(client, "KernelCompilers", _Started)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+
+
+def _settings(**changes: object) -> WorkerSettings:
+    return WorkerSettings(backend=Backend.CUDA, model=MODEL, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("cores")
+def test_a_start_whose_kernels_are_kept_starts_no_process() -> None:
+    first = client.start_compilers(MODEL, _settings())
+    assert first is not None and first.most == 14  # type: ignore[attr-defined]
+    # A start that failed has kept nothing.
+    assert client.start_compilers(MODEL, _settings()) is not None
+    first.keep()
+    assert client.start_compilers(MODEL, _settings()) is None
+    assert client.start_compilers(MODEL, _settings(listen=("127.0.0.1:1234",))) is None
+
+
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("changes", [{"page_size": 16}, {"kv_dtype": "fp8"}, {"num_slots": 8}, {"cuda_pdl": False}])
+def test_other_kernels_are_compiled_again(changes: dict[str, object]) -> None:
+    first = client.start_compilers(MODEL, _settings())
+    assert first is not None
+    first.keep()
+    assert client.start_compilers(MODEL, _settings(**changes)) is not None
+
+
+@pytest.mark.usefixtures("cores")
+def test_few_cores_and_unreadable_folders_start_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert client.start_compilers(tmp_path, _settings()) is None
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert client.start_compilers(MODEL, _settings()) is None
+
+
+def test_tasks_run_in_children_few_at_once_and_failures_are_counted(tmp_path: Path) -> None:
+    def task(number: int) -> None:
+        running = tmp_path / f"running-{number}"
+        running.touch()
+        at_once = len(list(tmp_path.glob("running-*")))
+        (tmp_path / f"done-{number}").write_text(str(at_once))
+        if number % 3 == 0:
+            raise ValueError(number)
+        os.sched_yield()
+        running.unlink()
+
+    def whole(number: int) -> None:
+        try:
+            task(number)
+        finally:
+            (tmp_path / f"running-{number}").unlink(missing_ok=True)
+
+    tasks = [lambda number=number: whole(number) for number in range(9)]
+    assert run_in_children(tasks, 2) == 3
+    done = list(tmp_path.glob("done-*"))
+    assert len(done) == 9 and max(int(path.read_text()) for path in done) <= 2
+    with pytest.raises(ChildProcessError):
+        os.wait()
