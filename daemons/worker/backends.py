@@ -78,13 +78,15 @@ def load_model(
     check_backend(settings)
     if settings.backend is Backend.CPU:
         return _load_cpu(settings, group, experts)
+    if settings.backend is Backend.CUDA:
+        return _load_cuda(settings, group)
     return _LOADERS[settings.backend](settings)
 
 
 def create_member(settings: WorkerSettings) -> GroupMember:
     """The worker's position among the ranks of its group, and what connects it with those that it computes with."""
     layout = settings.rank_layout
-    if settings.backend is not Backend.CPU or layout.tp_size == layout.ep_size == 1:
+    if settings.backend is Backend.SIMULATED or layout.tp_size == layout.ep_size == 1:
         return UnconnectedMember(layout)
     # Losing a rank is ours to tell: torch would put stacks of C++ frames between our lines.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -166,13 +168,14 @@ def _drafts_nothing(folder: Path) -> MeshError:
     )
 
 
-def _load_cuda(settings: WorkerSettings) -> LoadedModel:
+def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
 
     folder = settings.model
     assert folder is not None, "settings see to it"
     # Imports beside this process, which takes seconds to import torch.
     compilers = start_compilers(folder, settings)
+    from radixmesh.daemons.worker.collectives.rank_group import RankGroup
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
     from radixmesh.daemons.worker.cuda.memory import fitting
 
@@ -212,9 +215,12 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             embed_pooling=settings.embed_pooling,
             model_impl=settings.model_impl,
             speculation=speculation,
+            tp_collectives=settings.tp_collectives,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
+        index=settings.cuda_device,
+        ranks=group if isinstance(group, RankGroup) else None,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.

@@ -19,6 +19,7 @@ from radixmesh.daemons.worker.speculation.settings import Speculation, Speculati
 _MIB = 1024 * 1024
 _MOST_REDUNDANT = 4096
 _MODEL_IMPLS = ("auto", "radixmesh", "transformers")
+_TP_COLLECTIVES = ("auto", "peer", "nccl", "host")
 _QUANTIZATIONS = ("none", "auto", "fp8", "fp8-block")
 
 
@@ -77,6 +78,7 @@ class WorkerSettings(CommonSettings):
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
+    cuda_device: int = setting(0, "CUDA: the GPU, by its index among those that the process sees")
     tune_gemm: bool = setting(True, "CUDA: GEMMs of captured steps take the fastest of cuBLASLt's algorithms, not "
         "its first, or on Hopper of this project's kernels, as measured at the start",
         deprecated=("tune-products",))  # fmt: skip
@@ -104,6 +106,8 @@ class WorkerSettings(CommonSettings):
     simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
     tp_size: int = setting(1, "ranks that share one batch (tensor parallelism)")
     tp_rank: int = setting(0, "position of this worker among them, from 0 on")
+    tp_collectives: str = setting("auto", "CUDA: sums of --tp-size ranks by peer (kernels that read each other's "
+        "memory, on one host), nccl, or host (through the CPUs: slow, without graphs); auto: peer")  # fmt: skip
     group_host: str = setting("", "address of this machine by which the other ranks reach this one, with --tp-size; "
         "empty: that of --listen")  # fmt: skip
     dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
@@ -184,9 +188,13 @@ class WorkerSettings(CommonSettings):
         if not 0 <= self.ep_redundant_experts <= _MOST_REDUNDANT:
             raise ValueError(f"{_flag('ep_redundant_experts')} must be in [0, {_MOST_REDUNDANT}]")
         layout = self.rank_layout
-        if self.backend is Backend.CUDA and layout.tp_size > 1:
-            raise ValueError(f"{_flag('tp_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
-                "split a model yet; use replicas")  # fmt: skip
+        if self.tp_collectives not in _TP_COLLECTIVES:
+            choices = ", ".join(_TP_COLLECTIVES)
+            raise ValueError(f"{_flag('tp_collectives')} must be one of {choices}, not {self.tp_collectives}")
+        if self.tp_collectives != "auto" and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('tp_collectives')} {self.tp_collectives} is for --backend cuda")
+        if self.cuda_device < 0:
+            raise ValueError(f"{_flag('cuda_device')} must be >= 0, not {self.cuda_device}")
         if self.backend is Backend.CUDA and layout.ep_size > 1:
             raise ValueError(f"{_flag('ep_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
                 "divide experts among ranks yet")  # fmt: skip

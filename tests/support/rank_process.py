@@ -49,10 +49,10 @@ class RankProcess:
         self.rendezvous = rendezvous
 
     @classmethod
-    async def start(cls, rank: int, size: int) -> RankProcess:
-        """Returns once it is there."""
+    async def start(cls, rank: int, size: int, module: str = "support.rank_process") -> RankProcess:
+        """Returns once it is there. module: what it runs."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "support.rank_process", str(rank), str(size)),
+            *(sys.executable, "-m", module, str(rank), str(size)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": f"{_ROOT / 'tests'}:{_ROOT / 'src'}"},

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.group_member import CollectiveAborted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
@@ -35,6 +37,11 @@ class Communicator(ABC):
     @abstractmethod
     def is_whole(self) -> bool:
         """False once a rank was lost or close() was called."""
+
+    def check(self) -> None:
+        """Raises as gather() does where the group is not whole."""
+        if not self.is_whole:
+            raise CollectiveAborted("the group was left")
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:

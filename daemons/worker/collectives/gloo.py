@@ -52,12 +52,16 @@ class GlooCommunicator(Communicator):
         # All ranks are there: one that came late to the meeting has not been silent.
         self._heartbeat = Heartbeat(alive, meeting.rank, meeting.size)
 
+    def new_store(self, name: str) -> Store:
+        """A store that the ranks of this generation share under a name, by a connection of its own."""
+        return dist.PrefixStore(name, _store(self._meeting))  # type: ignore[attr-defined]
+
     @property
     def is_whole(self) -> bool:
         return not self._is_closed and not self._failure and not self._heartbeat.lost
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._check()
+        self.check()
         x = x.contiguous()
         gathered = torch.empty((self._meeting.size, *x.shape), dtype=x.dtype)
         flat = gathered.view(self._meeting.size, -1), x.view(1, -1)
@@ -65,7 +69,7 @@ class GlooCommunicator(Communicator):
         return gathered
 
     def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
-        self._check()
+        self.check()
         x = x.contiguous()
         assert len(x) == sum(to_ranks), (x.shape, to_ranks)
         came = torch.empty((sum(from_ranks), *x.shape[1:]), dtype=x.dtype)
@@ -104,13 +108,13 @@ class GlooCommunicator(Communicator):
                 if work.is_completed():
                     work.wait()  # Raises what it failed of; it may have completed since.
                     return
-            self._check()
+            self.check()
             # The heartbeat's own thread waits for the store, in rank 0, if that hangs.
             rounds, polls = self._heartbeat.num_rounds, polls + 1 if rounds == self._heartbeat.num_rounds else 0
             if polls * _POLL.total_seconds() > MISSED_ROUNDS * PERIOD_S:
                 raise self._lost("the group's store at rank 0 does not answer")
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._is_closed:
             raise CollectiveAborted(f"{self._meeting.name} was left")
         if self._failure or self._heartbeat.lost:

@@ -55,6 +55,10 @@ class RankGroup:
         """[size, *x.shape]: every rank's x, in the order of the ranks."""
         return self._communicator().gather(x)
 
+    def check(self) -> None:
+        """Raises CollectiveAborted or RankLost unless the group is whole."""
+        self._communicator().check()
+
     def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
         """As Communicator.all_to_all."""
         return self._communicator().all_to_all(x, to_ranks, from_ranks)

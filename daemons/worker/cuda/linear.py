@@ -86,6 +86,10 @@ class Linear(ABC):
         """x @ w^T; the bias may be left to the reader."""
 
     @abstractmethod
+    def multiplied_gated(self, gate_up: torch.Tensor | DeferredNormGemm, eps: float) -> DeferredNormGemm:
+        """As `multiplied` with the result of `gated`; eps is that of its norm."""
+
+    @abstractmethod
     def normed(self, residual: Residual, norm: Norm) -> DeferredNormGemm:
         """RMSNorm(residual) @ w^T; norm and bias may be left to the reader."""
 
@@ -118,6 +122,9 @@ class PlainLinear(Linear):
         if len(x_TK) <= self._ops.max_fused_rows:
             return DeferredNormGemm(self._ops.linear_fused(x_TK, self._w_NK, self._b_N))
         return DeferredNormGemm(self._ops.linear(x_TK, self._w_NK), self._b_N)
+
+    def multiplied_gated(self, gate_up: torch.Tensor | DeferredNormGemm, eps: float) -> DeferredNormGemm:
+        return self.multiplied(gate_up if isinstance(gate_up, torch.Tensor) else self._ops.silu_mul(gate_up, eps))
 
     def normed(self, residual: Residual, norm: Norm) -> DeferredNormGemm:
         ops, x_TD = self._ops, residual.rows()
@@ -162,6 +169,15 @@ class Fp8Linear(Linear):
         if len(x_TK) <= ops.max_fused_rows:
             return DeferredNormGemm(ops.linear_fused(x_TK, w, self._b_N))
         return DeferredNormGemm(ops.linear(ops.rows(x_TK, w), w, x_TK.dtype), self._b_N)
+
+    def multiplied_gated(self, gate_up: torch.Tensor | DeferredNormGemm, eps: float) -> DeferredNormGemm:
+        ops, w = self._ops, self._w
+        if isinstance(gate_up, torch.Tensor):
+            return self.multiplied(gate_up)
+        out = gate_up.out_TN
+        if len(out) <= ops.max_fused_rows:
+            return self.multiplied(ops.silu_mul(gate_up, eps))
+        return DeferredNormGemm(ops.linear(ops.gated(gate_up, eps, w), w, out.dtype), self._b_N)
 
     def normed(self, residual: Residual, norm: Norm) -> DeferredNormGemm:
         assert norm.weight_D is not None, "the numbers of an FP8 matrix are the checkpoint's: no norm is folded into it"

@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
@@ -28,6 +29,8 @@ from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
+from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
@@ -78,6 +81,7 @@ class DeviceSettings:
     embed_pooling: str = "mean"
     model_impl: str = "auto"
     speculation: Speculation | None = None
+    tp_collectives: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +104,13 @@ def load_cuda_runner(
     settings: DeviceSettings,
     verify: Callable[[DeviceRunner], None] | None = None,
     compilers: KernelCompilers | None = None,
+    *,
+    index: int = 0,
+    ranks: RankGroup | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
-    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned.
+    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned. index: of the GPU.
+    ranks: those that hold the model together.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -112,11 +120,14 @@ def load_cuda_runner(
             "the cuda backend needs an NVIDIA GPU and a CUDA build of torch, and finds none here: use --backend cpu",
             {"feature": "cuda"},
         )
+    if index >= torch.cuda.device_count():
+        raise _invalid("cuda_device", f"is {index}: this process sees {torch.cuda.device_count()} GPUs, from 0 on")
     with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
-        device = CudaDevice()
+        device = CudaDevice(index)
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
-    runner = create_runner(load_on_device(folder, settings, device, compilers))
+    group = _create_group(settings, ranks, device)
+    runner = create_runner(load_on_device(folder, settings, device, compilers, group))
     if compilers is not None:
         compilers.wait()
     started = time.monotonic()
@@ -131,13 +142,19 @@ def load_cuda_runner(
     return runner
 
 
-def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -> DeviceRunner:
+def load_device_runner(
+    folder: Path, settings: DeviceSettings, device: Device, group: DeviceGroup | None = None
+) -> DeviceRunner:
     """Loads and sizes a runner on any device, without warm-up. Raises as `load_cuda_runner`."""
-    return create_runner(load_on_device(folder, settings, device))
+    return create_runner(load_on_device(folder, settings, device, group=group))
 
 
 def load_on_device(
-    folder: Path, settings: DeviceSettings, device: Device, compilers: KernelCompilers | None = None
+    folder: Path,
+    settings: DeviceSettings,
+    device: Device,
+    compilers: KernelCompilers | None = None,
+    group: DeviceGroup | None = None,
 ) -> ModelOnDevice:
     """First phase of a start: reads the weights and tunes kernels for them. compilers: are told which Triton kernels
     there will be before anything is tuned. Raises as `load_cuda_runner`."""
@@ -149,7 +166,7 @@ def load_on_device(
     _check_rows(settings)
     _check_deterministic(folder, settings)
     placement = Placement(
-        device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+        device=where, dtype=dtype, group=group or LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
     )
     with fitting("weights", "the model, --dtype or --quantization"):
         model = load_model(
@@ -163,7 +180,7 @@ def load_on_device(
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
     kv_scales = _kv_scales(folder, settings, model, where) if attention.kv_dtype == KV_FP8 else None
-    has_graphs = settings.cuda_graphs and model.can_capture
+    has_graphs = settings.cuda_graphs and model.can_capture and (group is None or group.can_capture)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(
@@ -185,9 +202,13 @@ def load_on_device(
         kv_scales=kv_scales,
         network=network,
     )
+
+    def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
+        return loaded(kernels=replace(create_kernels(settings, model, graph_rows, where), group=group))
+
     if compilers is not None and settings.kernels == "triton":
-        _ask(compilers, lambda: loaded(kernels=create_kernels(replace(settings, tune_gemm=False), model, (), where)))
-    return loaded(kernels=create_kernels(settings, model, limits.graph_rows, where))
+        _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))
+    return with_kernels(settings, limits.graph_rows)
 
 
 def _ask(compilers: KernelCompilers, untuned: Callable[[], ModelOnDevice]) -> None:
@@ -235,6 +256,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             use_pdl=settings.use_pdl and where.type == "cuda",
             embed_pooling=settings.embed_pooling,
             create_network=network_creator(loaded, num_pages, device_model),
+            group=loaded.kernels.group,
         )
 
 
@@ -299,9 +321,18 @@ def _kv_scales(
     if settings.load_format == "dummy":
         return None
     num_heads = model.attention_shape.num_kv_heads
+    total, share = model.kv_heads or (num_heads, (0, num_heads))
     return read_kv_scales(
-        folder, num_layers=model.num_layers, num_kv_heads=num_heads, heads=(0, num_heads), device=device
+        folder, num_layers=model.num_layers, num_kv_heads=total, heads=(share[0], share[1]), device=device
     )
+
+
+def _create_group(settings: DeviceSettings, ranks: RankGroup | None, device: Device) -> DeviceGroup | None:
+    """Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+    if ranks is None or ranks.size == 1:
+        return None
+    with device.in_order():
+        return create_device_group(settings.tp_collectives, ranks, device)
 
 
 def _invalid(field: str, what: str) -> MeshError:

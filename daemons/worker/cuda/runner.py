@@ -26,6 +26,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, agree_on_steps
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
@@ -94,13 +95,20 @@ class DeviceRunner(ModelRunner):
         use_pdl: bool,
         embed_pooling: str = "mean",
         create_network: NetworkCreator | None = None,
+        group: DeviceGroup | None = None,
     ) -> None:
         """create_network: of a model that a network drafts for: `verify(runner.network_drafter)`. use_pdl: kernels at a
-        step's beginning and end may begin before those ahead of them have ended (Hopper)."""
+        step's beginning and end may begin before those ahead of them have ended (Hopper). group: the ranks that hold
+        the model together with this one."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
+        self._group = group
+        if group is not None:
+            # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
+            self.kv_layout += f";tp={group.rank}/{group.size}"
+            self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
         self.tasks = model.tasks
@@ -118,7 +126,8 @@ class DeviceRunner(ModelRunner):
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
             self._network = None if create_network is None else create_network(self.slots)
-            self.takes_grammars = not self._attention.needs_exact_lengths
+            # A mask may be late for one rank alone: its rows would yield nothing, and those of the others a token.
+            self.takes_grammars = not self._attention.needs_exact_lengths and group is None
             self.masks = SlotMasks(
                 device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
             )
@@ -177,6 +186,7 @@ class DeviceRunner(ModelRunner):
         grammars, and draft up to so many ids of what these force; `drafter` drafts on the device then, or nothing.
         Attention that needs exact lengths verifies nothing.
         """
+        assert self._group is None, "ranks do not draft together"
         if not self.can_verify:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
@@ -207,6 +217,20 @@ class DeviceRunner(ModelRunner):
         """Drafts by the network that the runner was made with."""
         assert self._network is not None, "no network was loaded"
         return NetworkDrafter(self._network)
+
+    def formed(self) -> None:
+        group = self._group
+        if group is None:
+            return
+        agree_on_steps(group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size))
+        with self.device.in_order(), torch.inference_mode():
+            if group.is_captured_anew:
+                self._prompts.drop()
+                self._decodes.graphs.drop()
+                group.leave()
+            group.form()
+        if group.is_captured_anew:
+            self.warm_up()
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
@@ -270,6 +294,8 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
+        if self._group is not None:
+            self._group.check()
         # Not in_order(): entering and leaving a stream costs a tenth of a short step.
         self.device.stay_in_order()
         self._sampler.send()
@@ -338,6 +364,9 @@ class DeviceRunner(ModelRunner):
         """Launches a step with chunks, and samples all rows whose token is wanted."""
         start = self._clock.begin(self.device)
         chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
+        if self._group is not None:
+            # Logits are gathered: by all ranks between the same two steps.
+            chunks = chunks.with_prompt_logprobs(self._host_logits)
         end = self._clock.end(self.device)
         return self._handle(start, end, self._chunks.fetch(chunks, end), rows.slots, chunks)
 
@@ -388,6 +417,9 @@ class DeviceRunner(ModelRunner):
 
         def collect() -> StepOutput:
             end.wait()
+            if self._group is not None:
+                # Kernels that were told to leave have computed with parts of this rank alone.
+                self._group.check()
             start_ns, end_ns = self._clock.place(start, end)
             got = fetched.result()
             tokens, counts = yielded(got.tokens[:num_rows]) if is_guided else (got.tokens[:num_rows], None)

@@ -34,7 +34,7 @@ _TIMEOUT_S = 120.0
 # Fields of the worker's settings that decide which kernels there are.
 _SETTINGS = (
     *("dtype", "kv_dtype", "quantization", "model_impl", "kernels", "attention_backend", "deterministic"),
-    *("page_size", "num_slots", "max_tokens_per_step", "max_total_len", "cuda_graphs", "cuda_pdl"),
+    *("page_size", "num_slots", "max_tokens_per_step", "max_total_len", "cuda_graphs", "cuda_pdl", "tp_size"),
 )
 
 

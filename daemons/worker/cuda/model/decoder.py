@@ -33,6 +33,9 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     LoadedModel,
     TunableMatrices,
     create_linear,
+    create_output_linear,
+    create_vocabulary,
+    ids_as_embedding,
 )
 from radixmesh.daemons.worker.cuda.model.general import (
     GeneralAttention,
@@ -57,24 +60,29 @@ from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.row_experts import SharedWeights
 from radixmesh.kernels.rope_kv import HeadShape, KvTarget, RopeAngles
 
 
 class LoadedDecoder(LoadedModel):
     """The norms of the layers are folded into projections that are in the model's dtype: these are the decoder's own
-    from then on. quantized: the projections, where the weights have none.
+    from then on. quantized: the projections, where the weights have none. is_share: other ranks have the rest of them.
 
     Raises MeshError UNSUPPORTED for what only the CPU backend computes.
     """
 
     shows_hidden = True
 
-    def __init__(self, model: DecoderModel, quantized: QuantizedLayers | None = None) -> None:
+    def __init__(
+        self, model: DecoderModel, quantized: QuantizedLayers | None = None, *, is_share: bool = False
+    ) -> None:
         config, weights = model.config, model.weights
         check_decoder(config, is_quantized=quantized is not None)
         self.config = config
         self.weights = weights
+        # A share's results are summed over the ranks before anything is added to the residual.
+        self._output_epilogue = GemmEpilogue.PLAIN if is_share else GemmEpilogue.ADDED
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_total_len = config.num_layers, config.max_total_len
         self.dtype = weights.final_norm_D.dtype
@@ -125,9 +133,9 @@ class LoadedDecoder(LoadedModel):
         gated = GemmEpilogue.GATED if self.is_gate_up_folded and not has_bias else GemmEpilogue.PLAIN
         groups = (
             TunableMatrices(_there(of.gate_up for of in self.matrices), gated, self.is_gate_up_folded),
-            TunableMatrices(_there(of.down for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(_there(of.down for of in self.matrices), self._output_epilogue),
             TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_qkv_folded),
-            TunableMatrices(tuple(of.o for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(tuple(of.o for of in self.matrices), self._output_epilogue),
             TunableMatrices((self.weights.head_DO.t(),), GemmEpilogue.PLAIN),
         )
         return tuple(group for group in groups if group.matrices)
@@ -158,7 +166,11 @@ class DeviceDecoder(DeviceModel):
         config, weights = loaded.config, loaded.weights
         self.vocab_size, self.hidden_size = loaded.vocab_size, loaded.hidden_size
         self.num_layers, self.dtype, self.tasks = loaded.num_layers, loaded.dtype, loaded.tasks
+        device = weights.final_norm_D.device
+        self._vocabulary, self._embedding_WD = create_vocabulary(kernels, config.vocab_size), weights.embedding_VD
         self.embedding_VD = weights.embedding_VD
+        if self._vocabulary is not None:
+            self.embedding_VD = ids_as_embedding(config.vocab_size, device)
         self.kernels = kernels
         self._config = config
         self._positions_PD = weights.positions_PD
@@ -169,7 +181,6 @@ class DeviceDecoder(DeviceModel):
             Norm(weights.final_norm_D, config.norm_eps) if config.norm_kind is NormKind.RMS else None
         )
         self._head = PlainLinear(kernels.plain, weights.head_DO.t())
-        device = weights.final_norm_D.device
         angles = {rope: angle_table(config.head_dim, rope, max_total_len, device) for rope in loaded.ropes}
         self.parts = [
             _Layer(
@@ -179,9 +190,14 @@ class DeviceDecoder(DeviceModel):
             for index in range(config.num_layers)
         ]
 
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
+
     def layers(
         self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
     ) -> torch.Tensor:
+        if self._vocabulary is not None:
+            x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         if self._embedding_scale != 1.0:
             x_TD *= self._embedding_scale
         if self._positions_PD is not None:
@@ -212,6 +228,9 @@ class DeviceDecoder(DeviceModel):
         else:
             logits_TV = self._head.multiplied(self._final_norm(hidden_TD)).out_TN
         config = self._config
+        # The head of a model that scores has one feature, which every rank computes.
+        if self._vocabulary is not None and not config.is_scoring:
+            logits_TV = self._vocabulary.gather(logits_TV)
         if config.logits_divisor != 1.0:
             logits_TV.div_(config.logits_divisor)
         if config.logit_softcap is not None:
@@ -251,7 +270,7 @@ def _create_attention(
     """Fused where kernels have the layer's shape."""
     config, weights, eps = loaded.config, loaded.weights.layers[index].attention, loaded.config.norm_eps
     qkv = create_linear(kernels, loaded.matrices[index].qkv, weights.b_qkv_X)
-    o = create_linear(kernels, loaded.matrices[index].o, weights.b_o_D)
+    o = create_output_linear(kernels, loaded.matrices[index].o, weights.b_o_D)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     keys_SKd, values_SKd = kv.tokens("keys", index), kv.tokens("values", index)
     scales = PoolScales.create(kv.scales(index), heads)
@@ -299,7 +318,7 @@ def _create_mlp(loaded: LoadedDecoder, index: int, kernels: Kernels) -> Mlp:
         return _create_routed_mlp(config, layer.mlp_norm_D, weights, kernels)
     assert matrices.gate_up is not None and matrices.down is not None
     gate_up = create_linear(kernels, matrices.gate_up, weights.b_gate_up_F2)
-    down = create_linear(kernels, matrices.down, weights.b_down_D)
+    down = create_output_linear(kernels, matrices.down, weights.b_down_D)
     if not needs_general_mlp(config):
         norm_D = None if loaded.is_gate_up_folded else layer.mlp_norm_D
         return GatedMlp(norm=Norm(norm_D, config.norm_eps), gate_up=gate_up, down=down)
@@ -340,8 +359,16 @@ def _create_routed_mlp(
         shared=shared,
         ops=kernels.plain,
         b_logits_E=weights.b_router_E,
-        row_experts=RowExperts.create(kernels.plain, *experts, shared_weights) if gate is None else None,
+        row_experts=_create_row_experts(kernels, experts, shared_weights) if gate is None else None,
+        group=kernels.group,
     )
+
+
+def _create_row_experts(
+    kernels: Kernels, experts: tuple[torch.Tensor, torch.Tensor, ExpertVariant], shared: SharedWeights | None
+) -> RowExperts | None:
+    """None where they add to the residual what other ranks have a part of."""
+    return None if kernels.group is not None else RowExperts.create(kernels.plain, *experts, shared)
 
 
 def _matrices(layer: DecoderLayer) -> LayerMatrices:

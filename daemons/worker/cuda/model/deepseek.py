@@ -24,6 +24,9 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     TunableMatrices,
     create_experts,
     create_linear,
+    create_output_linear,
+    create_vocabulary,
+    ids_as_embedding,
 )
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
@@ -43,12 +46,17 @@ from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
 
 class LoadedDeepseek(LoadedModel):
-    """quantized: the projections and experts, where the weights have none."""
+    """quantized: the projections and experts, where the weights have none. is_share: other ranks have the rest of
+    them."""
 
     shows_hidden = True
 
-    def __init__(self, model: DeepseekModel, quantized: QuantizedDeepseek | None = None) -> None:
+    def __init__(
+        self, model: DeepseekModel, quantized: QuantizedDeepseek | None = None, *, is_share: bool = False
+    ) -> None:
         config, weights = model.config, model.weights
+        # A share's results are summed over the ranks before anything is added to the residual.
+        self._output_epilogue = GemmEpilogue.PLAIN if is_share else GemmEpilogue.ADDED
         self.config, self.weights, self.mtp_layers = config, weights, model.mtp_layers
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_total_len = config.num_layers, config.max_total_len
@@ -71,13 +79,13 @@ class LoadedDeepseek(LoadedModel):
         )
         groups = [
             TunableMatrices(tuple(of.w_in for of in self.matrices), GemmEpilogue.PLAIN),
-            TunableMatrices(tuple(of.w_out for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(tuple(of.w_out for of in self.matrices), self._output_epilogue),
             TunableMatrices(_there(of.w_query for of in self.matrices), GemmEpilogue.PLAIN),
         ]
         for mlps in (shared, dense):
             groups += [
                 TunableMatrices(_there(mlp.gate_up for mlp in mlps), GemmEpilogue.PLAIN),
-                TunableMatrices(_there(mlp.down for mlp in mlps), GemmEpilogue.ADDED),
+                TunableMatrices(_there(mlp.down for mlp in mlps), self._output_epilogue),
             ]
         groups.append(TunableMatrices((self.weights.head_DV.t(),), GemmEpilogue.PLAIN))
         return tuple(group for group in groups if group.matrices)
@@ -110,11 +118,14 @@ class DeviceDeepseek(DeviceModel):
         config, weights = loaded.config, loaded.weights
         self.vocab_size, self.hidden_size = loaded.vocab_size, loaded.hidden_size
         self.num_layers, self.dtype, self.tasks = loaded.num_layers, loaded.dtype, loaded.tasks
+        device = weights.final_norm_D.device
+        self._vocabulary, self._embedding_WD = create_vocabulary(kernels, config.vocab_size), weights.embedding_VD
         self.embedding_VD = weights.embedding_VD
+        if self._vocabulary is not None:
+            self.embedding_VD = ids_as_embedding(config.vocab_size, device)
         self._ops = kernels.plain
         self._final_norm = Norm(weights.final_norm_D, config.norm_eps)
         self._head = PlainLinear(kernels.plain, weights.head_DV.t())
-        device = weights.final_norm_D.device
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
         self.parts = [
             _Layer(
@@ -124,9 +135,14 @@ class DeviceDeepseek(DeviceModel):
             for index, (layer, matrices) in enumerate(zip(weights.layers, loaded.matrices, strict=True))
         ]
 
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
+
     def layers(
         self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
     ) -> torch.Tensor:
+        if self._vocabulary is not None:
+            x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         residual = Residual(x_TD)
         for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
@@ -135,7 +151,8 @@ class DeviceDeepseek(DeviceModel):
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self._head.normed(Residual(hidden_TD), self._final_norm).out_TN
+        logits_TW = self._head.normed(Residual(hidden_TD), self._final_norm).out_TN
+        return logits_TW if self._vocabulary is None else self._vocabulary.gather(logits_TW)
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         assert self._final_norm.weight_D is not None
@@ -158,7 +175,7 @@ def create_attention(
         latent_norm=LatentNorm(weights.latent_norm_R, INNER_EPS, config.is_rope_interleaved),
         w_expand_HER=weights.w_expand_HER,
         nope_dim=config.nope_dim,
-        w_out=create_linear(kernels, matrices.w_out, weights.b_out_D),
+        w_out=create_output_linear(kernels, matrices.w_out, weights.b_out_D),
         angles=angles,
         latents_S1C=latents_S1C,
         ops=kernels.plain,
@@ -174,12 +191,17 @@ def _create_query(weights: LatentAttentionWeights, matrices: DeepseekMatrices, k
 
 def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
     weights = layer.mlp
+    if isinstance(weights, MlpWeights):
+        assert matrices.gate_up is not None and matrices.down is not None
+        return GatedMlp(
+            norm=Norm(layer.mlp_norm_D, config.norm_eps),
+            gate_up=create_linear(kernels, matrices.gate_up, None),
+            down=create_output_linear(kernels, matrices.down, None),
+        )
+    # The shared MLP's part is summed over the ranks together with that of the experts.
     gate_up, down = (
         None if matrix is None else create_linear(kernels, matrix, None) for matrix in (matrices.gate_up, matrices.down)
     )
-    if isinstance(weights, MlpWeights):
-        assert gate_up is not None and down is not None
-        return GatedMlp(norm=Norm(layer.mlp_norm_D, config.norm_eps), gate_up=gate_up, down=down)
     assert config.router is not None and matrices.experts is not None
     shared = None
     if gate_up is not None and down is not None:
@@ -194,13 +216,14 @@ def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekM
         ops=kernels.plain,
         b_router_E=weights.b_router_E,
         row_experts=_create_row_experts(matrices, kernels),
+        group=kernels.group,
     )
 
 
 def _create_row_experts(matrices: DeepseekMatrices, kernels: Kernels) -> RowExperts | None:
-    """None where weights are FP8."""
+    """None where weights are FP8, or what they add to the residual has parts on other ranks."""
     experts, gate_up, down = matrices.experts, matrices.gate_up, matrices.down
-    if experts is None or isinstance(experts, QuantizedExperts):
+    if kernels.group is not None or experts is None or isinstance(experts, QuantizedExperts):
         return None
     shared = None
     if gate_up is not None and down is not None:

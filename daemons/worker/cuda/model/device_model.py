@@ -24,8 +24,11 @@ from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
 from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
-from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
+from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.rope_kv import KvTarget
@@ -43,10 +46,12 @@ class TunableMatrices:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """plain: operations in the model's dtype. fp8: those on FP8 matrices; None where the model has none."""
+    """plain: operations in the model's dtype. fp8: those on FP8 matrices; None where the model has none. group: the
+    ranks that hold the model together; None: this one alone does."""
 
     plain: Ops
     fp8: Fp8Ops | None = None
+    group: DeviceGroup | None = None
 
 
 class LoadedModel(ABC):
@@ -75,6 +80,8 @@ class LoadedModel(ABC):
     """False: a forward waits for the device, and is launched kernel by kernel."""
     shows_hidden: bool = False
     """True if `layers` of its model fills `hidden`."""
+    kv_heads: KvHeads | None = None
+    """Those of this rank; None: it has all."""
     latent_rank: int | None = None
     """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 
@@ -140,6 +147,23 @@ def create_linear(kernels: Kernels, w: Matrix, b_N: torch.Tensor | None) -> Line
         assert kernels.fp8 is not None, "FP8 weights, and no kernels for them"
         return Fp8Linear(kernels.fp8, w, b_N)
     return PlainLinear(kernels.plain, w, b_N)
+
+
+def create_output_linear(kernels: Kernels, w: Matrix, b_N: torch.Tensor | None) -> Linear:
+    """As `create_linear`, of a projection whose features in are divided among the ranks, if there are some."""
+    if kernels.group is None:
+        return create_linear(kernels, w, b_N)
+    return ReducedLinear(create_linear(kernels, w, None), b_N, kernels.group, kernels.plain.gemm)
+
+
+def create_vocabulary(kernels: Kernels, vocab_size: int) -> ShardedVocabulary | None:
+    """Embedding and logits where the ranks divide the vocabulary; None: it is whole."""
+    return None if kernels.group is None else ShardedVocabulary(vocab_size, kernels.group)
+
+
+def ids_as_embedding(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """`DeviceModel.embedding_VD` of a model that embeds in `layers`."""
+    return torch.arange(vocab_size, dtype=torch.int32, device=device)[:, None]
 
 
 def create_experts(kernels: Kernels, w: ExpertMatrices) -> Experts:

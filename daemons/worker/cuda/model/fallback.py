@@ -16,7 +16,13 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.model.attention import PoolScales
-from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel, Kernels, LoadedModel, TunableMatrices
+from radixmesh.daemons.worker.cuda.model.device_model import (
+    DeviceModel,
+    Kernels,
+    LoadedModel,
+    TunableMatrices,
+    ids_as_embedding,
+)
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates, Placement
 from radixmesh.daemons.worker.models.transformers_fallback.attention import AttentionLayer, Rows
@@ -68,7 +74,7 @@ class DeviceFallback(DeviceModel):
     def __init__(self, loaded: LoadedFallback, kv: KvPlanes) -> None:
         self.vocab_size, self.hidden_size = loaded.vocab_size, loaded.hidden_size
         self.num_layers, self.dtype, self.tasks = loaded.num_layers, loaded.dtype, loaded.tasks
-        self.embedding_VD = torch.arange(loaded.vocab_size, dtype=torch.int32, device=loaded.device)[:, None]
+        self.embedding_VD = ids_as_embedding(loaded.vocab_size, loaded.device)
         self._model = loaded.model
         shape = loaded.attention_shape
         heads = HeadShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)

@@ -13,10 +13,11 @@ from radixmesh.daemons.worker.cuda.experts import Experts, RowExperts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, RouterKind
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
-from radixmesh.kernels.moe.route import RouterRule
+from radixmesh.kernels.moe.route import RouterRule, Routes
 from radixmesh.kernels.moe.row_experts import RowNorm
 
 
@@ -36,7 +37,8 @@ class RoutedMlp(Mlp):
 
     w_router_ED: in float32 beside rows of another dtype the logits are float32. b_router_E: added for the choice alone.
     b_logits_E: added to the logits. row_experts: experts, with the shared one, for steps of very few rows; None: such
-    steps are computed as others are.
+    steps are computed as others are. group: ranks that have a part of the width of each expert, and of the shared one;
+    None: all of it is here.
     """
 
     norm_D: torch.Tensor
@@ -49,6 +51,7 @@ class RoutedMlp(Mlp):
     b_router_E: torch.Tensor | None = None
     b_logits_E: torch.Tensor | None = None
     row_experts: RowExperts | None = None
+    group: DeviceGroup | None = None
 
     def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
         assert source_TD is None, "no family has experts beside its attention"
@@ -61,9 +64,22 @@ class RoutedMlp(Mlp):
         if self.b_logits_E is not None:
             logits_TE += self.b_logits_E
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
+        if self.group is not None:
+            self._add_reduced(self.group, rows_TD, normed_TD, routes)
+            return
         if self.shared is not None:
             self._add_shared(self.shared, residual, normed_TD)
         self.experts.add_to(rows_TD, normed_TD, routes)
+
+    def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
+        """All that this rank has a part of is summed at once."""
+        part = Residual(torch.zeros_like(rows_TD))
+        if self.shared is not None:
+            self._add_shared(self.shared, part, normed_TD)
+        part_TD = part.rows()
+        self.experts.add_to(part_TD, normed_TD, routes)
+        group.add_reduced(part_TD, rows_TD)
+        self.ops.gemm.changed()
 
     def _run_rows(self, experts: RowExperts, rows_TD: torch.Tensor) -> None:
         """The norm is part of each kernel that reads the rows."""

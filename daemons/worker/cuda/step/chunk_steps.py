@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
+from radixmesh.daemons.runtime.steps.step import TokenLogprobs
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptForward, PromptSteps, no_rows
@@ -20,7 +22,8 @@ from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 
 class LaunchedChunks(NamedTuple):
     """num_rows: decode rows of the same forward, whose tokens come first; sampled: indexes of the segments whose tokens
-    follow those; kept: prompts whose logprobs are wanted; vectors: those of tasks; both by index of the segment."""
+    follow those; kept: prompts whose logprobs are wanted; vectors: those of tasks; prompt_logprobs: those that are
+    there already; all three by index of the segment."""
 
     num_rows: int
     num_segments: int
@@ -28,6 +31,14 @@ class LaunchedChunks(NamedTuple):
     asking: Asking
     kept: Mapping[int, KeptPrompt]
     vectors: Mapping[int, Collect]
+    prompt_logprobs: Mapping[int, TokenLogprobs] = MappingProxyType({})
+
+    def with_prompt_logprobs(self, host_logits: HostLogits) -> LaunchedChunks:
+        """With logprobs of prompts; waits for the step if there are any."""
+        if not self.kept:
+            return self
+        found = {index: host_logits.prompt_logprobs(kept) for index, kept in self.kept.items()}
+        return self._replace(kept={}, prompt_logprobs=found)
 
     @property
     def num_tokens(self) -> int:
@@ -35,12 +46,13 @@ class LaunchedChunks(NamedTuple):
 
     def outputs(self, fetched: Fetched, host_logits: HostLogits) -> list[SegmentOutput]:
         """Outputs of all segments; waits for logprobs of prompts and for vectors."""
+        prompts = self.with_prompt_logprobs(host_logits).prompt_logprobs
         row_of = {segment: self.num_rows + number for number, segment in enumerate(self.sampled)}
         return [
             SegmentOutput(
                 token=int(fetched.tokens[row_of[index]]) if index in row_of else None,
                 logprobs=fetched.logprobs.get(row_of[index]) if index in row_of else None,
-                prompt_logprobs=host_logits.prompt_logprobs(self.kept[index]) if index in self.kept else None,
+                prompt_logprobs=prompts.get(index),
                 vector=self.vectors[index]() if index in self.vectors else None,
             )
             for index in range(self.num_segments)

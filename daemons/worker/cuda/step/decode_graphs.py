@@ -38,6 +38,10 @@ class DecodeGraphs:
         prepare()
         replay()
 
+    def drop(self) -> None:
+        """Forgets all graphs: nothing is replayed until they are captured again."""
+        self._graphs.clear()
+
     def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""
         return self._graphs[num_rows, variant]()

@@ -86,6 +86,10 @@ class PromptSteps:
         for size, variant, work in self._captured(self._graphs.sizes):
             self._graphs.capture(size, variant, work)
 
+    def drop(self) -> None:
+        """Forgets what `capture` has made."""
+        self._graphs.drop()
+
     def launch_all(self) -> None:
         """Launches what `capture` captures, kernel by kernel, and what `warm_up` runs: for compiling."""
         for _, _, work in self._captured(sizes_to_compile(self._graphs.sizes)):

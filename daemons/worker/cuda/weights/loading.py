@@ -58,6 +58,12 @@ def load_model(
             {"feature": architecture},
         )
     if is_chosen(architecture, model_impl):
+        if placement.group.size > 1:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"{architecture}, computed by modules of transformers, is not divided among ranks: set --tp-size 1",
+                {"feature": "tp_size"},
+            )
         # Here alone: transformers is installed where such models are served.
         from radixmesh.daemons.worker.cuda.model.fallback import load_fallback
 
@@ -82,7 +88,8 @@ def load_model(
             num_bytes = fill_randomly(built.targets)
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
-        loaded = _loaded(built.model, quantized)
+        loaded = _loaded(built.model, quantized, is_share=placement.group.size > 1)
+        loaded.kv_heads = built.kv_heads
     if placement.device.type == "cuda":
         # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
@@ -129,12 +136,12 @@ def check_model(
         attention.check_latents(architecture)
 
 
-def _loaded(model: Model, quantized: QuantizedLayers | QuantizedDeepseek | None) -> LoadedModel:
+def _loaded(model: Model, quantized: QuantizedLayers | QuantizedDeepseek | None, *, is_share: bool) -> LoadedModel:
     if isinstance(model, DecoderModel):
         assert not isinstance(quantized, QuantizedDeepseek)
-        return LoadedDecoder(model, quantized)
+        return LoadedDecoder(model, quantized, is_share=is_share)
     assert isinstance(model, DeepseekModel) and not isinstance(quantized, QuantizedLayers)
-    return LoadedDeepseek(model, quantized)
+    return LoadedDeepseek(model, quantized, is_share=is_share)
 
 
 def _load_quantized(

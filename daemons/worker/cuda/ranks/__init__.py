@@ -1,0 +1,1 @@
+"""Ranks that hold one model together on GPUs: collectives of their steps."""
