@@ -90,7 +90,9 @@ def main() -> None:
     algorithm = SpeculativeAlgorithm(args.network)
     folder = head if args.network == "eagle3" else None
     speculation = Speculation(algorithm=algorithm, max_drafts=args.drafts, draft_model=folder)
-    runner = verifying_runner(args.shape, max(args.rows), speculation, partial(prepare, args.network, args.shape, head))
+    runner = verifying_runner(
+        args.shape, max(args.rows), args.drafts, speculation, partial(prepare, args.network, args.shape, head)
+    )
     with torch.inference_mode():
         runner.model._head._w_NK.zero_()
     bench = SpeculationBench(runner, num_slots=max(args.rows))

@@ -215,6 +215,7 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             embed_pooling=settings.embed_pooling,
             model_impl=settings.model_impl,
             speculation=speculation,
+            max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
         ),
         None if speculation is None and not num_forced else verify_drafts,

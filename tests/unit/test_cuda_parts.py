@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
+from radixmesh.daemons.worker.cuda.step.decode_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -291,3 +292,9 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     load_model(WorkerSettings(backend=Backend.CUDA, model=model, **flags))
     got = runner.verified
     assert want == ((got["drafter"], got["max_drafts"], got["max_forced"]) if got else None)
+
+
+def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():
+    """They were tuned for plain steps alone: with 4 drafts no step found a kernel of its own."""
+    assert tuned_rows((1, 2, 4, 8), 0) == (1, 2, 4, 8)
+    assert tuned_rows((1, 2, 4, 8), 4) == (1, 2, 4, 5, 8, 10, 20, 40)

@@ -32,7 +32,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedMode
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
-from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows
+from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows, tuned_rows
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
@@ -60,7 +60,7 @@ _PAGES_TO_COMPILE = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
-    that it names is loaded beside the model."""
+    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts."""
 
     dtype: str
     attention_backend: str
@@ -81,6 +81,7 @@ class DeviceSettings:
     embed_pooling: str = "mean"
     model_impl: str = "auto"
     speculation: Speculation | None = None
+    max_drafts: int = 0
     tp_collectives: str = "auto"
 
 
@@ -204,7 +205,8 @@ def load_on_device(
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
-        return loaded(kernels=replace(create_kernels(settings, model, graph_rows, where), group=group))
+        sizes = tuned_rows(graph_rows, settings.max_drafts)
+        return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group))
 
     if compilers is not None and settings.kernels == "triton":
         _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))

@@ -42,7 +42,7 @@ from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
-from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
@@ -337,9 +337,17 @@ class DeviceRunner(ModelRunner):
             from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
 
             words = self.pool.page_words()
-            self.host_pool = CudaHostPool(self.device, words, num_bytes, spare_page=self.num_pages)
+            self.host_pool = CudaHostPool(self.device, words, num_bytes, self.num_pages, self._loaded)
         else:
-            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes())
+            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded)
+
+    @torch.inference_mode()
+    def _loaded(self, pages: IntArray) -> None:
+        """KV came into these pages that a network has not seen."""
+        if self._network is not None:
+            with self.device.in_order():
+                tokens = kv_slots(pages, len(pages) * self.page_size, self.page_size)
+                self._network.received(torch.from_numpy(tokens).to(self.device.torch_device))
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:

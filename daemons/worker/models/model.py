@@ -54,7 +54,7 @@ class HiddenStates:
         self.by_layer: dict[int, torch.Tensor] = {}
 
     def wants(self, layer: int) -> bool:
-        """Whether somebody wants a layer's output."""
+        """True if somebody wants a layer's output."""
         return layer in self._layers
 
     def note(self, layer: int, x_TD: torch.Tensor) -> None:

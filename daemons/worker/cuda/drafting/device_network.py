@@ -144,7 +144,7 @@ class DeviceNetwork(DeviceDrafter):
         slot = admit.slot
         self._new_slots.append(slot)
         self._behind[slot], self._is_known[slot] = 0, False
-        # What it finds in the cache may have lapsed before.
+        # Tokens that it finds in the cache may have lapsed before.
         self._looks[slot] = 2 + (len(admit.prompt_ids) + len(admit.output_ids)) // MOST_BEHIND
 
     def send(self) -> None:

@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.cuda.drafting.standalone import LoadedStandalone
 from radixmesh.daemons.worker.cuda.kernel_choice import create_kernels
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
+from radixmesh.daemons.worker.cuda.step.decode_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.cuda.weights.source import fill_randomly
@@ -57,7 +58,7 @@ def load_network(
     if speculation is None or speculation.algorithm not in NETWORKS:
         return None
     if Task.GENERATE not in target.tasks:
-        # Who asks for drafts refuses the model.
+        # The caller that asks for drafts refuses the model.
         return None
     with torch.inference_mode():
         if speculation.algorithm is SpeculativeAlgorithm.MTP:
@@ -175,5 +176,5 @@ def _standalone(
         raise no_drafter(folder, "generates no text")
     if not model.can_capture:
         raise no_drafter(folder, "is computed by modules of transformers, which no step of the cuda backend can hold")
-    kernels = create_kernels(settings, model, graph_rows, where)
+    kernels = create_kernels(settings, model, tuned_rows(graph_rows, settings.max_drafts), where)
     return LoadedStandalone(model, kernels, settings.num_slots)
