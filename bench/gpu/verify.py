@@ -107,8 +107,8 @@ def verifying_runner(
     speculation: Speculation | None = None,
     prepare: Callable[[Path], None] = lambda folder: None,
 ) -> DeviceRunner:
-    """Random weights of that shape, with kernels that take drafts, GEMMs tuned for max_drafts of a row. speculation: of a network that drafts. prepare:
-    completes the model's folder."""
+    """Random weights of that shape, with kernels that take drafts, and GEMMs tuned for max_drafts of a row.
+    speculation: of a network that drafts. prepare: completes the model's folder."""
     settings = DeviceSettings(
         dtype="bfloat16",
         attention_backend="triton",

@@ -80,7 +80,7 @@ def test_networks_change_no_output(algorithm, model, max_drafts, lag):
 
 @pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
 def test_adaptive_steps_come_back_to_drafts(algorithm, model):
-    """What lapsed is computed again, ahead of a captured step."""
+    """Tokens that lapsed are computed again, ahead of a captured step."""
 
     class Switched(DraftLengths):
         left = 60

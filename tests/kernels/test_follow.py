@@ -48,7 +48,7 @@ def _world(device, seed: int, page_size: int, first: int) -> _World:
     for slot in range(NUM_SLOTS):
         is_fresh[tokens[slot, : fresh_lens[slot]]] = True
         is_fresh[tokens[slot, fresh_lens[slot]]] = False
-    # What is known of it is less at times: tokens that a slot found in the cache are looked at once.
+    # Less of it is known at times: tokens that a slot found in the cache are looked at once.
     known = np.where(random.random(NUM_SLOTS + 1) < 0.5, fresh_lens, 0)
     held = texts.copy()
     held[np.arange(NUM_SLOTS + 1), lengths - 1] = 77  # The last token is not in the slot's text yet.
