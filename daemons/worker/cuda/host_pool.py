@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -36,13 +36,21 @@ class _Copy(NamedTuple):
 
 
 class CudaHostPool(HostPool):
-    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads.
+    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads. loaded:
+    told of device pages that are being loaded, ahead of all steps that may read them.
 
     Raises INVALID_ARGUMENT for memory that cannot be had.
     """
 
-    def __init__(self, device: CudaDevice, planes: Mapping[str, torch.Tensor], num_bytes: int, spare_page: int) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: CudaDevice,
+        planes: Mapping[str, torch.Tensor],
+        num_bytes: int,
+        spare_page: int,
+        loaded: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        self._device, self._loaded = device, loaded
         self._planes = tuple(planes.values())
         page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
         self.page_bytes = 4 * page_words
@@ -74,6 +82,8 @@ class CudaHostPool(HostPool):
             late.event.hold(stream)
         copy = self._copy(stream, device_pages, host_pages, to_host=False)
         self._loads.append(copy)
+        if self._loaded is not None:
+            self._loaded(device_pages)
         return copy.event
 
     def overwritten(self, device_pages: IntArray) -> None:
