@@ -359,3 +359,12 @@ async def test_watchers_see_both_tiers():
     state = world.planner.state
     assert tokens == {0: state.pages.pool.num_cached, 1: state.hosts[0].pages.num_used}
     assert len({insert.node for insert in inserts}) == len(inserts)
+
+
+@pytest.mark.parametrize(("load_min_tokens", "num_loads"), [(59, 1), (60, 0)])
+def test_little_is_computed_and_not_waited_for(load_min_tokens, num_loads):
+    tiers = tier("write_through", load_min_tokens=load_min_tokens)
+    world = World(num_pages=128, num_slots=4, num_host_pages=1024, tiers=tiers, eos_rate=0.0)
+    rounds(world, prompts(6), 1)
+    rounds(world, prompts(1), 1)
+    assert world.planner.loads.num_loads == num_loads

@@ -104,7 +104,7 @@ class KvLoads:
         size, namespace = state.group.page_size, pages.namespace_of(sequence)
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         num_known = host.num_known(namespace, ids)
-        if num_known <= probe.num_pages:
+        if (num_known - probe.num_pages) * size < max(1, host.settings.load_min_tokens):
             return LoadTurn.NOTHING
         if not self._turns_left:
             return LoadTurn.LATER
