@@ -171,9 +171,10 @@ class KvLoads:
                     self._queue.unpark(sequence)
 
     def _park(self, load: KvLoad, sequence: Sequence) -> LoadTurn:
+        # A request that is probed alone is asked for in every plan, parked or not.
         if sequence not in load.sequences:
             load.sequences.append(sequence)
-        self._queue.park(sequence)
+            self._queue.park(sequence)
         return LoadTurn.PARKED
 
     def _begin(self, state: EpochState, sequence: Sequence, ids: IntArray, probe: Probe, rank: int) -> KvLoad | None:
