@@ -5,7 +5,8 @@
 
 out_tok_s: output tokens over the time from the submission of the first request to the last token. device_busy: share of
 that time in which steps ran, by the worker's own device times. roofline_share: the least time that the GPU's memory and
-arithmetic allow, of the time taken.
+arithmetic allow, of the time taken. drafted, accepted: drafts that steps computed and kept, where the worker drafts, as
+its scheduler counts them; each of either is a list by the draft's number in its row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:
-    metrics = f"127.0.0.1:{free_port()}"
+    metrics, of_scheduler = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=_START_S) as processes:
             started = time.monotonic()
@@ -51,14 +52,19 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
             scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
-            scheduler.setdefault("chunk_tokens", 8192)
+            scheduler = {"chunk_tokens": 8192, "metrics_listen": of_scheduler, **scheduler}
             await processes.start("scheduler", "scheduler", scheduler)
             results: dict[str, object] = {}
             try:
                 for name in args.workloads:
+                    before = await _drafts(of_scheduler)
                     rows = [await _run(processes, name, metrics, run, args) for run in range(args.runs)]
                     best = max(rows, key=lambda row: float(str(row["out_tok_s"])))
-                    results[name] = {**best, "runs": [row["out_tok_s"] for row in rows]}
+                    results[name] = {
+                        **best,
+                        **_since(before, await _drafts(of_scheduler)),
+                        "runs": [row["out_tok_s"] for row in rows],
+                    }
                     print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             except BaseException:
                 for process in ("worker", "scheduler"):
@@ -158,6 +164,25 @@ async def device_steps(metrics: str) -> tuple[float, float]:
     text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("radixmesh_step_seconds_"))
     return float(values["radixmesh_step_seconds_sum"]), float(values["radixmesh_step_seconds_count"])
+
+
+async def _drafts(metrics: str) -> dict[str, list[int]]:
+    """Drafts so far, by the draft's number in its row, from a scheduler's metrics."""
+    text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")
+    names = {"drafted": "radixmesh_drafted_tokens_total", "accepted": "radixmesh_accepted_draft_tokens_total"}
+    return {
+        name: [int(float(line.rsplit(" ", 1)[1])) for line in text.splitlines() if line.startswith(series + "{")]
+        for name, series in names.items()
+    }
+
+
+def _since(before: Mapping[str, list[int]], after: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The drafts of all runs of a workload; nothing where there are none."""
+    return {
+        name: [number - (before[name][index] if index < len(before[name]) else 0) for index, number in enumerate(of)]
+        for name, of in after.items()
+        if sum(of) > sum(before[name])
+    }
 
 
 def _get(url: str) -> str:

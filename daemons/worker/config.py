@@ -50,8 +50,8 @@ class WorkerSettings(CommonSettings):
     jump_forward_tokens: int = setting(0, "CPU and CUDA: most tokens of a text that a grammar forces which one step "
         "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
-        "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
-        "standalone (a smaller model of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
+        "verifies beside a row's last one: off, ngram (as its own text went on before), standalone (a smaller model "
+        "of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
         "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
@@ -254,9 +254,6 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
-    if settings.backend is Backend.CUDA and settings.speculative_algorithm is not SpeculativeAlgorithm.NGRAM:
-        raise ValueError(f"{flag} {settings.speculative_algorithm} is for --backend cpu so far: the cuda backend "
-            "drafts with ngram alone")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

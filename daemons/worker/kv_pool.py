@@ -91,6 +91,11 @@ class KvPool(KvPlanes):
         """Number of a token that holds zeros."""
         return self.num_pages * self.page_size
 
+    @property
+    def plane_names(self) -> tuple[str, ...]:
+        """Of the layout."""
+        return tuple(self._planes)
+
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
         return self._token_views[plane, layer]
 
@@ -101,6 +106,11 @@ class KvPool(KvPlanes):
         """Copies the first tokens of a page, in all layers and planes."""
         for plane in self._planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
+
+    def copy_tokens(self, source: slice, target: slice) -> None:
+        """Copies tokens, by their numbers in the pool, in all layers and planes; the two do not overlap."""
+        for view in self._token_views.values():
+            view[target] = view[source]
 
     def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
         """KV of tokens, int64 numbers of the pool, as uint8: rows of plane after plane, layer after layer."""
