@@ -207,11 +207,11 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
-        return self.pool.read_tokens(torch.from_numpy(indexes.astype(np.int64))).numpy()
+        return self.pool.read_tokens(torch.from_numpy(indexes)).numpy()
 
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        self.pool.write_tokens(torch.from_numpy(indexes.astype(np.int64)), torch.from_numpy(data))
+        self.pool.write_tokens(torch.from_numpy(indexes), torch.from_numpy(data))
         if self._drafter is not None:
             self._drafter.received(indexes)
 

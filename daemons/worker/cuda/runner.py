@@ -371,14 +371,14 @@ class DeviceRunner(ModelRunner):
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
         # Behind the steps that were launched: the copy to the host waits for them, and for itself.
         with self.device.in_order():
-            tokens = torch.from_numpy(indexes.astype(np.int64)).to(self.device.torch_device)
+            tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             return self.pool.read_tokens(tokens).cpu().numpy()
 
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         # From memory that is not pinned the copy to the device returns when the source may change.
         with self.device.in_order():
-            tokens = torch.from_numpy(indexes.astype(np.int64)).to(self.device.torch_device)
+            tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
             if self._network is not None:
                 self._network.received(tokens)
