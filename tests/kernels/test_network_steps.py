@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.cuda.load import DeviceSettings
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
@@ -31,13 +32,17 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)
 SIZES = {"num_pages": 600, "max_total_len": 400}
 
 
+def _settings(algorithm: str, model: str, page_size: int, max_drafts: int) -> DeviceSettings:
+    kind = SpeculativeAlgorithm(algorithm)
+    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+    return replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
+
+
 def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    kind = SpeculativeAlgorithm(algorithm)
-    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
-    settings = replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
+    settings = _settings(algorithm, model, page_size, max_drafts)
     return load_device_runner(target_folder(algorithm, model), settings, HostDevice())
 
 
@@ -176,3 +181,21 @@ def test_a_network_knows_of_kv_that_it_has_not_computed():
     assert is_fresh[4 * free]
     runner.clear()
     assert not is_fresh.any()
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_the_memory_that_is_counted_for_a_token_is_what_it_takes(algorithm, model):
+    """Of the network: its KV, the features of a position, and what is noted of it."""
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.drafting.load import token_bytes
+    from radixmesh.daemons.worker.cuda.load import create_runner, load_on_device
+
+    loaded = load_on_device(target_folder(algorithm, model), _settings(algorithm, model, 4, 2), HostDevice())
+    assert loaded.network is not None
+    network = create_runner(loaded).network_drafter.on_device()
+    assert network is not None
+    pool = network._pool
+    layers = range(loaded.network.kv_layout.num_layers)
+    kept = [pool.tokens(name, layer) for name in pool.plane_names for layer in layers]
+    kept += [network._fresh.is_fresh_N] + ([] if network._features_NF is None else [network._features_NF])
+    assert sum(part.nbytes for part in kept) == token_bytes(loaded.network) * (600 + 1) * 4
