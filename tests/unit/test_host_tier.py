@@ -13,7 +13,9 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
+from radixmesh.daemons.scheduler.cache.feed import Inserted
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.watch import _snapshot
 from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
@@ -339,3 +341,21 @@ def test_one_plan_saves_to_a_host_page_once():
     targets = np.concatenate([save.host_pages for save in saves])
     assert len(np.unique(targets)) == len(targets) == host.counters.saved == host.pages.num_used == 4
     assert [save.device_pages.tolist() for save in saves] == [[10], [20, 21, 22]]
+
+
+async def test_watchers_see_both_tiers():
+    """A prefix that the device has evicted is still told, as one of host memory."""
+    world = small_world()
+    feed = world.planner.cache_feed
+    feed.open()
+    revision = feed.revision
+    rounds(world, prompts(6), 1)
+    events = feed.events_after(revision, 1000, 1 << 20)
+    assert {event.tier for event in events if isinstance(event, Inserted)} == {0, 1}
+    assert {event.rank for event in events if isinstance(event, Inserted)} == {0}
+    messages = [message async for message in _snapshot(feed.open(), feed.revision, feed.num_ranks)]
+    inserts = [insert for message in messages for insert in message.inserts]
+    tokens = {tier: sum(len(i.ids) // 4 for i in inserts if i.tier == tier) for tier in (0, 1)}
+    state = world.planner.state
+    assert tokens == {0: state.pages.pool.num_cached, 1: state.hosts[0].pages.num_used}
+    assert len({insert.node for insert in inserts}) == len(inserts)

@@ -218,7 +218,8 @@ class Planner:
                 check_submission(sequence.submission, group)
             except MeshError as error:
                 self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
-        self.cache_feed.follow([pages.cache for pages in self._state.ranks])
+        caches = [pages.cache for pages in self._state.ranks]
+        self.cache_feed.follow([*caches, *(host.cache for host in self._state.hosts)], len(caches))
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
 
