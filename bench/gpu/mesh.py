@@ -48,10 +48,17 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             started = time.monotonic()
             os.environ["EXPERTS_HIT"] = str(Path(folder) / "experts-hit.json")
             through = (str(Path(__file__).with_name("count_experts.py")), "-m") if args.count_experts else ("-m",)
-            await processes.start("worker", "worker", worker_flags(args, Path(folder), metrics), through=through)
+            flags = worker_flags(args, Path(folder), metrics)
+            names = ["worker", *(f"rank-{rank}" for rank in range(1, args.ranks))]
+            starts = [
+                processes.start(name, "worker", {**flags, **rank_flags(rank, args.ranks)}, through=through)
+                for rank, name in enumerate(names)
+            ]
+            await asyncio.gather(*starts)
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
-            scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
+            workers = ",".join(processes.address(name) for name in names)
+            scheduler = {"workers": workers, "pipeline_depth": args.depth, **_flags(args.scheduler)}
             scheduler = {"chunk_tokens": 8192, "metrics_listen": of_scheduler, **scheduler}
             await processes.start("scheduler", "scheduler", scheduler)
             results: dict[str, object] = {}
@@ -79,6 +86,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
+        "ranks": args.ranks,
         "start_s": round(started, 2),
         "memory": memory_at_start(start_log),
         "start_log": start_log,
@@ -121,7 +129,9 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         "ms_per_step": round(wall / max(1, after_steps - steps) * 1e3, 3),
         "worker_cores": round((cpu_s(processes.pid("worker")) - cpu["worker"]) / wall, 2),
         "scheduler_cores": round((cpu_s(processes.pid("scheduler")) - cpu["scheduler"]) / wall, 2),
-        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / wall, 4),
+        "roofline_share": round(
+            workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / args.ranks / wall, 4
+        ),
     }
 
 
@@ -149,6 +159,15 @@ def worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[s
         "log-level": "info",
         **_flags(args.worker),
     }
+
+
+def rank_flags(rank: int, num_ranks: int) -> dict[str, object]:
+    """Flags of a worker that holds the model together with others; those of rank 0 are left as they are."""
+    if num_ranks == 1:
+        return {}
+    flags: dict[str, object] = {"tp_size": num_ranks, "tp_rank": rank, "group_host": "127.0.0.1"}
+    flags["cuda_device"] = rank % max(1, torch.cuda.device_count())
+    return flags if rank == 0 else {**flags, "metrics_listen": f"127.0.0.1:{free_port()}"}
 
 
 def _quantization(args: argparse.Namespace) -> str:
@@ -225,6 +244,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-3b")
     parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="workers that hold the model together, a GPU each")
     parser.add_argument("--pipeline-depth", "--depth", dest="depth", default="auto")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)

@@ -117,6 +117,7 @@ def _load_cpu(
         model_impl=settings.model_impl,
         group=group,
         experts=experts,
+        two_batch_min_rows=settings.two_batch_min_rows,
     )
     _verify_on_cpu(settings, runner)
     fingerprint = _fingerprint(settings, folder)

@@ -118,6 +118,8 @@ class WorkerSettings(CommonSettings):
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
+    two_batch_min_rows: int = setting(0, "with --ep-size, steps in which a rank has so many rows run as two half "
+        "batches: one computes while rows of the other travel; 0: none does")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
@@ -188,6 +190,10 @@ class WorkerSettings(CommonSettings):
                 "weights (auto) or as fp8")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
+        if self.two_batch_min_rows < 0:
+            raise ValueError(f"{_flag('two_batch_min_rows')} must be >= 0, not {self.two_batch_min_rows}")
+        if self.two_batch_min_rows and self.ep_size == 1:
+            raise ValueError(f"{_flag('two_batch_min_rows')} is for ranks that share experts: set --ep-size")
         if not 0 <= self.ep_redundant_experts <= _MOST_REDUNDANT:
             raise ValueError(f"{_flag('ep_redundant_experts')} must be in [0, {_MOST_REDUNDANT}]")
         layout = self.rank_layout

@@ -22,11 +22,12 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, agree_on_steps
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
@@ -58,6 +59,11 @@ _log = get_logger(__name__)
 
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
+
+# Flags that decide to how many rows a step is padded.
+_STEP_FLAGS = (
+    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic and --no-cuda-graphs"
+)
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
@@ -223,7 +229,9 @@ class DeviceRunner(ModelRunner):
         group = self._group
         if group is None:
             return
-        agree_on_steps(group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size))
+        agree_on_steps(
+            group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size), _STEP_FLAGS
+        )
         with self.device.in_order(), torch.inference_mode():
             if group.is_captured_anew:
                 self._prompts.drop()
