@@ -32,9 +32,10 @@ def kv_transfers(_: Mapping[str, Any]) -> list[str]:
     return [
         *("## KV from process to process", ""),
         wrapped(
-            f"Two processes on {got['gpus']} GPU, scattered pages on both sides, the receiver's region mapped by CUDA IPC "
-            f"(`{got['command']}`): from the first kernel until the receiver has scattered and compared the stamps, "
-            "messages included; medians. The kernels are `kernels/kv_copy.py`. Workers carry KV through host memory so far."
+            f"Two processes on {got['gpus']} GPU, scattered pages on both sides, the receiver's region mapped by CUDA "
+            f"IPC (`{got['command']}`): from the first kernel until the receiver has scattered and compared the "
+            "stamps, messages included; medians. The kernels are `kernels/kv_copy.py`. Workers carry KV through host "
+            "memory so far."
         ),
         "",
         *table(["shape", "tokens", "page size", "MiB", "way", "ms", "GB/s"], rows),
