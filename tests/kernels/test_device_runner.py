@@ -180,15 +180,16 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
 
     seen = []
 
-    def stop(folder, settings, device):
+    def stop(folder, settings, *rest):
         seen.append(settings.use_pdl)
         raise InterruptedError
 
     # A device that no other test asks about: what it can do is remembered.
     where = torch.device("cuda", capability[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
+    monkeypatch.setattr(load, "CudaDevice", lambda index: SimpleNamespace(torch_device=where))
     monkeypatch.setattr(load, "load_on_device", stop)
     settings = replace(
         TINY_SETTINGS,
