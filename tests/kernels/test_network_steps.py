@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
@@ -15,7 +16,9 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.cuda.load import DeviceSettings
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
@@ -29,13 +32,17 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)
 SIZES = {"num_pages": 600, "max_total_len": 400}
 
 
+def _settings(algorithm: str, model: str, page_size: int, max_drafts: int) -> DeviceSettings:
+    kind = SpeculativeAlgorithm(algorithm)
+    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+    return replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
+
+
 def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    kind = SpeculativeAlgorithm(algorithm)
-    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
-    settings = replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
+    settings = _settings(algorithm, model, page_size, max_drafts)
     return load_device_runner(target_folder(algorithm, model), settings, HostDevice())
 
 
@@ -123,3 +130,72 @@ def test_drafts_are_those_of_the_cpu_worker(algorithm, model, page_size, max_dra
     for key in common:
         size = min(len(our_drafts[key]), len(their_drafts[key]))
         assert our_drafts[key][:size] == their_drafts[key][:size], key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(algorithm, model):
+    """Without that, a row gets back a few tokens a step, and drafts in none of them."""
+
+    class Switched(DraftLengths):
+        left = 24
+
+        def choose(self, slots, *, is_alone):
+            self.left -= 1
+            return 0 if self.left > 0 else 2
+
+    runner = _device_runner(algorithm, model, 4, 2)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    drafts = _note_device(drafter)
+    runner.verify(drafter, max_drafts=2, lengths=Switched(TINY_SETTINGS.num_slots, 2))  # type: ignore[attr-defined]
+    prompt, text = text_of(model)
+    driver = PlanDriver(runner, lag=0)
+    driver.add(0, prompt, GREEDY, chunk_len=16, num_out=40)
+    driver.finish(40)
+    assert driver.tokens[0] == text[:40]
+    first = min(position for _, position in drafts)
+    assert len(prompt) + 20 <= first <= len(prompt) + 28, "the first step that was to draft did"
+
+
+def test_a_network_knows_of_kv_that_it_has_not_computed():
+    """Pages that are copied, come from another worker, or are cleared."""
+    runner = _device_runner("eagle3", "tiny-llama", 4, 2)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    runner.verify(drafter, max_drafts=2)  # type: ignore[attr-defined]
+    driver = PlanDriver(runner, lag=0)
+    driver.add(0, list(range(100, 116)), GREEDY, chunk_len=16, num_out=2)
+    driver.run()
+    network = drafter.on_device()
+    is_fresh, features = network._fresh.is_fresh_N, network._features_NF
+    fresh = is_fresh.nonzero()[:, 0].tolist()
+    # The prompt and a token of the output: all but the first one, which has no row.
+    assert len(fresh) == 16 and all(bool(features[token].any()) for token in fresh)
+    page = next(page for page in {token // 4 for token in fresh} if sum(token // 4 == page for token in fresh) == 4)
+    free = next(page for page in range(600) if not is_fresh[4 * page : 4 * page + 4].any())
+    runner.copy_page(page, free, 3)
+    assert is_fresh[4 * free : 4 * free + 4].tolist() == [1, 1, 1, 0]
+    assert torch.equal(features[4 * free : 4 * free + 3], features[4 * page : 4 * page + 3])
+    tokens = np.arange(4 * page, 4 * page + 4, dtype=np.int32)
+    runner.write_kv(tokens, runner.read_kv(tokens))
+    assert not is_fresh[4 * page : 4 * page + 4].any() and not features[4 * page : 4 * page + 4].any()
+    assert is_fresh[4 * free]
+    runner.clear()
+    assert not is_fresh.any()
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_the_memory_that_is_counted_for_a_token_is_what_it_takes(algorithm, model):
+    """Of the network: its KV, the features of a position, and what is noted of it."""
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.drafting.load import token_bytes
+    from radixmesh.daemons.worker.cuda.load import create_runner, load_on_device
+
+    loaded = load_on_device(target_folder(algorithm, model), _settings(algorithm, model, 4, 2), HostDevice())
+    assert loaded.network is not None
+    network = create_runner(loaded).network_drafter.on_device()
+    assert network is not None
+    pool = network._pool
+    layers = range(loaded.network.kv_layout.num_layers)
+    kept = [pool.tokens(name, layer) for name in pool.plane_names for layer in layers]
+    kept += [network._fresh.is_fresh_N] + ([] if network._features_NF is None else [network._features_NF])
+    assert sum(part.nbytes for part in kept) == token_bytes(loaded.network) * (600 + 1) * 4
