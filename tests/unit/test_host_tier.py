@@ -18,6 +18,7 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.cache.watch import _snapshot
 from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
+from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -359,3 +360,28 @@ async def test_watchers_see_both_tiers():
     state = world.planner.state
     assert tokens == {0: state.pages.pool.num_cached, 1: state.hosts[0].pages.num_used}
     assert len({insert.node for insert in inserts}) == len(inserts)
+
+
+@pytest.mark.parametrize(("load_min_tokens", "num_loads"), [(59, 1), (60, 0)])
+def test_little_is_computed_and_not_waited_for(load_min_tokens, num_loads):
+    tiers = tier("write_through", load_min_tokens=load_min_tokens)
+    world = World(num_pages=128, num_slots=4, num_host_pages=1024, tiers=tiers, eos_rate=0.0)
+    rounds(world, prompts(6), 1)
+    rounds(world, prompts(1), 1)
+    assert world.planner.loads.num_loads == num_loads
+
+
+def test_a_parked_request_may_be_asked_for_again():
+    """As poison isolation does with the one request that it probes."""
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    record = world.submit(prompts(6)[0])
+    world.plan()
+    state, planner = world.planner.state, world.planner
+    (sequence,) = planner.submissions.live()
+    for _ in range(2):
+        turn = planner.loads.turn(state, sequence, state.pages.probe(sequence), 0, has_pages=True)
+        assert turn is LoadTurn.PARKED
+    world.run(1)
+    assert record.tokens == world.expected(record.submission)
+    world.check_clean()
