@@ -30,10 +30,14 @@ from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.step_handle import StepHandle
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
-)
+pytestmark = [
+    # A minute each where the machine does other work too.
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
+    ),
+]
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PAGES = 512
