@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
+        reason="on the host it samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
     ),
 ]
 
