@@ -44,6 +44,7 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
     assert (window.total_us, window.num_steps) == (44.0, 1) and window.others == {"void unheard_of<float>(int)": 3.0}
     result = where.table([window, window])
     assert result["windows"] == result["steps"] == 2
+    assert result["us_per_step_of_kernels"]["_split_attention_kernel"] == 10.0
     assert next(iter(result["shares"])) == "RoPE and KV write" and result["us_per_step"]["idle"] == 8.0
     assert sum(result["shares"].values()) == pytest.approx(1.0, abs=1e-3)
 
