@@ -79,7 +79,7 @@ class Planner:
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
-        self.handovers = KvHandovers(self._finish)
+        self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
@@ -267,6 +267,7 @@ class Planner:
             return None
         assert prefill is not None, "it comes with the state"
         self.arrivals.pass_time(state, now)
+        self.handovers.pass_time()
         if state.hosts:
             self.loads.pass_time(state, now)
         self.queue.begin_plan(state.probe)

@@ -1,0 +1,174 @@
+"""Stores of KV pages for tests: backends over real servers on this machine, pages whose bytes follow from their key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixmesh.daemons.worker.kv_store.backend import KvBackend
+from radixmesh.daemons.worker.kv_store.disk_backend import DiskBackend
+from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
+from radixmesh.daemons.worker.kv_store.memory_backend import MemoryBackend
+from radixmesh.daemons.worker.kv_store.store import Page
+
+FORMAT = PageFormat(weights_digest="w", compute="c", kv_dtype="float32", kv_layout="layers=1;page=4", page_size=4)
+
+_AWS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+def content(key: bytes, num_bytes: int) -> bytes:
+    """The bytes that the page of a key holds in tests: a page under another key, or of another moment, shows."""
+    return hashlib.shake_128(key).digest(num_bytes)
+
+
+def pages_of(chain: int, num: int, num_bytes: int = 1000) -> list[Page]:
+    """Pages of one sequence, which chain chooses."""
+    ids = np.arange(4 * num, dtype=np.int32) + np.int32(chain * 100_003 % 2**30)
+    keys = page_keys(FORMAT.root(), ids, 4)
+    return [Page(key, ids[4 * at : 4 * at + 4], memoryview(content(key, num_bytes))) for at, key in enumerate(keys)]
+
+
+def targets_of(pages: list[Page]) -> list[Page]:
+    """Empty memory for the same pages."""
+    return [page._replace(payload=memoryview(bytearray(page.payload.nbytes))) for page in pages]
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A medium as a test finds it. open: another backend on it. records: where its bytes can be changed, one path or
+    name for each file or object; damage: changes byte `at` of one of them by `mask`. budget_bytes: None: a server's."""
+
+    open: Callable[[], KvBackend]
+    damage: Callable[[KvBackend, bytes, int, int], None]
+    budget_bytes: int | None
+    is_shared: bool
+    outlives_its_process: bool
+
+
+@contextmanager
+def medium(name: str, folder: Path) -> Iterator[Medium]:
+    """A fresh medium; pytest skips where its server is not installed."""
+    if name == "memory":
+        yield _memory()
+    elif name == "disk":
+        yield _disk(folder)
+    elif name == "redis":
+        with redis_server(folder) as url:
+            yield _redis(url)
+    else:
+        assert name == "s3", name
+        with s3_server() as url:
+            yield _s3(url)
+
+
+def _memory() -> Medium:
+    def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
+        assert isinstance(backend, MemoryBackend)
+        record = bytearray(backend._records[key])
+        record[at] ^= mask
+        backend._records[key] = bytes(record)
+
+    return Medium(lambda: MemoryBackend(budget_bytes=4 << 20), damage, 4 << 20, False, False)
+
+
+def _disk(folder: Path) -> Medium:
+    def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
+        assert isinstance(backend, DiskBackend)
+        place = backend._index[key]
+        segment = backend._segments[place >> 32]
+        offset, _ = segment.extent(place & 0xFFFFFFFF)
+        with segment.path.open("r+b") as file:
+            byte = os.pread(file.fileno(), 1, offset + at)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ mask]), offset + at)
+
+    def open_one() -> DiskBackend:
+        return DiskBackend(folder / "kv", budget_bytes=4 << 20, segment_bytes=1 << 20)
+
+    return Medium(open_one, damage, 4 << 20, False, True)
+
+
+def _redis(url: str) -> Medium:
+    import redis
+
+    from radixmesh.daemons.worker.kv_store.redis_backend import RedisBackend
+
+    def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
+        with redis.Redis.from_url(url) as client:
+            name = b"radixmesh:kv:" + key
+            byte = client.getrange(name, at, at)[0]
+            client.setrange(name, at, bytes([byte ^ mask]))
+
+    return Medium(lambda: RedisBackend(url), damage, None, True, True)
+
+
+def _s3(url: str) -> Medium:
+    import boto3
+
+    from radixmesh.daemons.worker.kv_store.s3_backend import S3Backend
+
+    client = boto3.client("s3", endpoint_url=url)
+    client.create_bucket(Bucket="kv-pages")
+
+    def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
+        name = f"pages/{key.hex()}"
+        record = bytearray(client.get_object(Bucket="kv-pages", Key=name)["Body"].read())
+        record[at] ^= mask
+        client.put_object(Bucket="kv-pages", Key=name, Body=bytes(record))
+
+    return Medium(lambda: S3Backend("kv-pages", prefix="pages/", endpoint_url=url), damage, None, True, True)
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
+    """URL of a Redis server of its own, without persistence. port: 0: any that is free."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        port = listener.getsockname()[1]
+    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir"]
+    process = subprocess.Popen([*command, str(folder), *options], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, "the Redis server does not start"
+                time.sleep(0.02)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """URL of moto's S3 server in this process: a real server over HTTP, whose objects are in memory."""
+    from moto.core.models import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in _AWS.items():
+                patch.setenv(name, value)
+            host, port = server.get_host_and_port()
+            yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].reset()
