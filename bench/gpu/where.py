@@ -5,8 +5,8 @@
 The workloads run through a scheduler and a worker as processes over gRPC, as in mesh.py, each once without a trace,
 then once while the worker's Profile verb traces windows of `--window-s`, one every `--every-s` (0: one after the
 other). A window ends by itself with the most steps that a trace may have. Time that several kernels share is that of
-the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their copies of
-tokens to the host: one that samples none counts as part of the next. What a traced run takes more than the other is the
+the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their search
+for the highest logits: one that samples nothing counts as part of the next. What a traced run takes more than the other is the
 profiler's.
 """
 
@@ -88,7 +88,7 @@ def spent(spans: Iterable[Span]) -> Spent:
         if kind == "others":
             others[span.name[:60]] += own
         over = max(over, span.end)
-    return Spent(dict(by_kind), dict(by_kernel), dict(others), sum("_finish_kernel" in span.name for span in ordered))
+    return Spent(dict(by_kind), dict(by_kernel), dict(others), sum("_highest_kernel" in span.name for span in ordered))
 
 
 def kind_of(name: str) -> str:
