@@ -6,8 +6,8 @@ The workloads run through a scheduler and a worker as processes over gRPC, as in
 then once while the worker's Profile verb traces windows of `--window-s`, one every `--every-s` (0: one after the
 other). A window ends by itself with the most steps that a trace may have. Time that several kernels share is that of
 the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their search
-for the highest logits: one that samples nothing counts as part of the next. What a traced run takes more than the other is the
-profiler's.
+for the highest logits: one that samples nothing counts as part of the next. What a traced run takes more than the other
+is the profiler's.
 """
 
 from __future__ import annotations
