@@ -54,7 +54,7 @@ class Ops(ABC):
     gemm: GemmBackend = TorchGemm()
 
     def start_beside(self) -> None:
-        """Work `beside` runs behind all that was launched before."""
+        """Work `beside`, which has to come, runs behind all that was launched before."""
         return None
 
     def beside(self) -> AbstractContextManager[None]:
