@@ -13,9 +13,12 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
+from radixmesh.daemons.scheduler.cache.feed import Inserted
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.watch import _snapshot
 from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
+from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -45,7 +48,7 @@ def test_a_save_reads_before_its_pages_are_granted_anew():
     # The pages are computed over in the plan behind the save, and what was saved comes back elsewhere.
     steps.run(admits=[admit(1, [50] * 12)], grants=[grant(1, [0, 1, 2, 3])], chunks=[chunk(1, 12)])
     result = steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
-    assert result.loaded_ops.tolist() == [1]
+    assert result.loaded_ops == (1,)
     parts = {"cached_len": 12, "cached_pages": [20, 21, 22], "cached_page_generations": [1, 1, 1]}
     got = steps.run(
         admits=[admit(2, [*PROMPT, 40], **parts)], grants=[grant(2, [23])], chunks=[chunk(2, 1)], decodes=[]
@@ -62,8 +65,8 @@ def test_a_load_is_told_once_and_only_when_it_has_completed():
     with pytest.raises(MeshError) as caught:
         steps.executor.run(early)
     assert caught.value.reason_name == "PAGE_CONFLICT" and "holds 0 tokens" in str(caught.value)
-    told = [steps.run(chunks=[chunk(1, 1)]).loaded_ops.tolist() for _ in range(5)]
-    told.append(steps.run(has_forward=False).loaded_ops.tolist())
+    told = [list(steps.run(chunks=[chunk(1, 1)]).loaded_ops) for _ in range(5)]
+    told.append(list(steps.run(has_forward=False).loaded_ops))
     assert [3] in told and told.count([3]) == 1 and told[0] == [] and told[-1] == []
 
 
@@ -73,7 +76,7 @@ def test_an_answer_without_a_forward_waits_for_loads_before_it():
                       grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
     assert not len(first.loaded_ops)
     before = steps.executor.runner.now_ns()
-    assert steps.run(has_forward=False).loaded_ops.tolist() == [1]
+    assert steps.run(has_forward=False).loaded_ops == (1,)
     assert steps.executor.runner.now_ns() - before > 3_000_000_000
 
 
@@ -149,11 +152,11 @@ def test_moves_survive_the_wire_and_go_to_their_rank():
 
 def test_a_load_is_complete_when_all_workers_of_a_rank_say_so():
     def result(*ops):
-        return StepResult(epoch=1, step_id=1, counts=as_ints([]), ids=as_ints([]), loaded_ops=as_ints(ops))
+        return StepResult(epoch=1, step_id=1, counts=as_ints([]), ids=as_ints([]), loaded_ops=ops)
 
     loads, told = CommonLoads(), []
     for both in ([result(1), result()], [result(2), result(1, 2)], [result(), result()]):
-        told.append(loads.take(both, both[0]).loaded_ops.tolist())
+        told.append(list(loads.take(both, both[0]).loaded_ops))
     assert told == [[], [1, 2], []]
 
 
@@ -339,3 +342,46 @@ def test_one_plan_saves_to_a_host_page_once():
     targets = np.concatenate([save.host_pages for save in saves])
     assert len(np.unique(targets)) == len(targets) == host.counters.saved == host.pages.num_used == 4
     assert [save.device_pages.tolist() for save in saves] == [[10], [20, 21, 22]]
+
+
+async def test_watchers_see_both_tiers():
+    """A prefix that the device has evicted is still told, as one of host memory."""
+    world = small_world()
+    feed = world.planner.cache_feed
+    feed.open()
+    revision = feed.revision
+    rounds(world, prompts(6), 1)
+    events = feed.events_after(revision, 1000, 1 << 20)
+    assert {event.tier for event in events if isinstance(event, Inserted)} == {0, 1}
+    assert {event.rank for event in events if isinstance(event, Inserted)} == {0}
+    messages = [message async for message in _snapshot(feed.open(), feed.revision, feed.num_ranks)]
+    inserts = [insert for message in messages for insert in message.inserts]
+    tokens = {tier: sum(len(i.ids) // 4 for i in inserts if i.tier == tier) for tier in (0, 1)}
+    state = world.planner.state
+    assert tokens == {0: state.pages.pool.num_cached, 1: state.hosts[0].pages.num_used}
+    assert len({insert.node for insert in inserts}) == len(inserts)
+
+
+@pytest.mark.parametrize(("load_min_tokens", "num_loads"), [(59, 1), (60, 0)])
+def test_little_is_computed_and_not_waited_for(load_min_tokens, num_loads):
+    tiers = tier("write_through", load_min_tokens=load_min_tokens)
+    world = World(num_pages=128, num_slots=4, num_host_pages=1024, tiers=tiers, eos_rate=0.0)
+    rounds(world, prompts(6), 1)
+    rounds(world, prompts(1), 1)
+    assert world.planner.loads.num_loads == num_loads
+
+
+def test_a_parked_request_may_be_asked_for_again():
+    """As poison isolation does with the one request that it probes."""
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    record = world.submit(prompts(6)[0])
+    world.plan()
+    state, planner = world.planner.state, world.planner
+    (sequence,) = planner.submissions.live()
+    for _ in range(2):
+        turn = planner.loads.turn(state, sequence, state.pages.probe(sequence), 0, has_pages=True)
+        assert turn is LoadTurn.PARKED
+    world.run(1)
+    assert record.tokens == world.expected(record.submission)
+    world.check_clean()

@@ -10,6 +10,7 @@ epoch: a new one finds the pages in the workers' records.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -104,7 +105,7 @@ class KvLoads:
         size, namespace = state.group.page_size, pages.namespace_of(sequence)
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         num_known = host.num_known(namespace, ids)
-        if num_known <= probe.num_pages:
+        if (num_known - probe.num_pages) * size < max(1, host.settings.load_min_tokens):
             return LoadTurn.NOTHING
         if not self._turns_left:
             return LoadTurn.LATER
@@ -123,9 +124,9 @@ class KvLoads:
             return LoadTurn.LATER if self._may_wait(state, rank) else LoadTurn.NOTHING
         return self._park(begun, sequence)
 
-    def loaded(self, state: EpochState, op_ids: IntArray) -> None:
+    def loaded(self, state: EpochState, op_ids: PySequence[int]) -> None:
         """All workers of a rank have completed these."""
-        for op_id in op_ids.tolist():
+        for op_id in op_ids:
             load = self._loads.get(op_id)
             if load is None or load.is_loaded:
                 continue
@@ -171,9 +172,10 @@ class KvLoads:
                     self._queue.unpark(sequence)
 
     def _park(self, load: KvLoad, sequence: Sequence) -> LoadTurn:
+        # A request that is probed alone is asked for in every plan, parked or not.
         if sequence not in load.sequences:
             load.sequences.append(sequence)
-        self._queue.park(sequence)
+            self._queue.park(sequence)
         return LoadTurn.PARKED
 
     def _begin(self, state: EpochState, sequence: Sequence, ids: IntArray, probe: Probe, rank: int) -> KvLoad | None:

@@ -28,6 +28,11 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_ADOPTING: _ClassVar[GroupState]
     GROUP_STATE_SERVING: _ClassVar[GroupState]
     GROUP_STATE_STANDBY: _ClassVar[GroupState]
+
+class CacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_TIER_UNSPECIFIED: _ClassVar[CacheTier]
+    CACHE_TIER_HOST: _ClassVar[CacheTier]
 SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole
 SCHEDULER_ROLE_PREFILL: SchedulerRole
 SCHEDULER_ROLE_DECODE: SchedulerRole
@@ -40,6 +45,8 @@ GROUP_STATE_CONNECTING: GroupState
 GROUP_STATE_ADOPTING: GroupState
 GROUP_STATE_SERVING: GroupState
 GROUP_STATE_STANDBY: GroupState
+CACHE_TIER_UNSPECIFIED: CacheTier
+CACHE_TIER_HOST: CacheTier
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "stops", "aborts", "reservations")
@@ -290,7 +297,7 @@ class AbortResult(_message.Message):
     def __init__(self, abort_id: _Optional[int] = ..., outcome: _Optional[_Union[AbortOutcome, str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving")
+    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving", "role")
     SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +312,7 @@ class Load(_message.Message):
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     submit_sequence: int
     num_running: int
     num_waiting: int
@@ -319,7 +327,8 @@ class Load(_message.Message):
     num_slots: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
     is_leaving: bool
-    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ...) -> None: ...
+    role: SchedulerRole
+    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ..., role: _Optional[_Union[SchedulerRole, str]] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("dp_rank", "num_running", "free_pages", "cached_pages")
@@ -360,7 +369,7 @@ class WatchCacheResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
-    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank")
+    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank", "tier")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -369,6 +378,7 @@ class CacheInsert(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     node: int
     parent: int
     ids: bytes
@@ -377,7 +387,8 @@ class CacheInsert(_message.Message):
     adapter: str
     salt: str
     dp_rank: int
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
+    tier: CacheTier
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., dp_rank: _Optional[int] = ..., tier: _Optional[_Union[CacheTier, str]] = ...) -> None: ...
 
 class CacheSplit(_message.Message):
     __slots__ = ("node", "upper", "num_upper")
@@ -408,6 +419,20 @@ class DrainResponse(_message.Message):
     NUM_REMAINING_FIELD_NUMBER: _ClassVar[int]
     num_remaining: int
     def __init__(self, num_remaining: _Optional[int] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: SchedulerRole
+    def __init__(self, role: _Optional[_Union[SchedulerRole, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("previous", "num_remaining")
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMAINING_FIELD_NUMBER: _ClassVar[int]
+    previous: SchedulerRole
+    num_remaining: int
+    def __init__(self, previous: _Optional[_Union[SchedulerRole, str]] = ..., num_remaining: _Optional[int] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ("timeout_ms",)
