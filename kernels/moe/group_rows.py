@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Pairs that a program takes at once, and up to so many of them; then the other. Each program reads all pairs twice.
-_BLOCK, _FEW_PAIRS, _WIDE_BLOCK = 1024, 8192, 4096
+_BLOCK = 1024
 
 
 class ExpertTiles(NamedTuple):
@@ -80,12 +79,11 @@ def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int, *,
     pairs_NR = torch.empty(max_tiles, tile_rows, dtype=torch.int32, device=expert_ids_TA.device)
     tile_experts_N = torch.empty(max_tiles, dtype=torch.int32, device=expert_ids_TA.device)
     if num_pairs:
-        block = _BLOCK if num_pairs <= _FEW_PAIRS else _WIDE_BLOCK
         _group_rows_kernel[(num_experts,)](
             expert_ids_TA, pairs_NR, tile_experts_N, num_pairs, max_tiles, E=num_experts,
             BLOCK_E=triton.next_power_of_2(num_experts + 1), R=tile_rows,
-            BLOCK=min(block, max(triton.next_power_of_2(num_pairs), 128)), PDL=use_pdl,
-            num_warps=4 if block == _BLOCK else 16, launch_pdl=use_pdl,
+            BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128)), PDL=use_pdl, num_warps=4,
+            launch_pdl=use_pdl,
         )  # fmt: skip
     return ExpertTiles(pairs_NR, tile_experts_N, num_picks)
 

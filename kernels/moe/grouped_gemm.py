@@ -9,7 +9,6 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -158,14 +157,12 @@ def routed_experts(
     config: ExpertsConfig | None = None,
     variant: ExpertVariant = SWIGLU,
     use_pdl: bool = False,
-    before_sum: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
-    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`. before_sum: called
-    ahead of the launch that reads the residual.
+    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -182,8 +179,6 @@ def routed_experts(
     num_pairs = num_rows * num_picks
     gated = gate_up_silu(x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl)
     results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
-    if before_sum is not None:
-        before_sum()
     combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
     return out
 

@@ -22,8 +22,7 @@ class Experts(ABC):
 
     @abstractmethod
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place, behind what was done
-        `Ops.beside`."""
+        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
 
 
 class PlainExperts(Experts):

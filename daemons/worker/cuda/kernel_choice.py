@@ -15,7 +15,6 @@ from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
 from radixmesh.daemons.worker.cuda.gemm.tuning import tuned_gemm
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
-from radixmesh.daemons.worker.cuda.side_stream import SideStream
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.load import DeviceSettings
@@ -60,8 +59,7 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
         return TorchOps()
     if name == "compiled":
         return _compiled_ops(settings, model, gemm, device)
-    side = SideStream(device) if device.type == "cuda" else None
-    return TritonOps(use_pdl=settings.use_pdl, is_deterministic=settings.deterministic, gemm=gemm, side=side)
+    return TritonOps(use_pdl=settings.use_pdl, is_deterministic=settings.deterministic, gemm=gemm)
 
 
 def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: torch.device) -> Fp8Ops | None:

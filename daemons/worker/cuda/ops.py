@@ -6,12 +6,10 @@ Legend: T rows, D hidden size, N features out, K features in, H heads, d head_di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TiledGemm, TorchGemm
-from radixmesh.daemons.worker.cuda.side_stream import SideStream
 from radixmesh.kernels import gemv
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.mla_rows import (
@@ -52,20 +50,6 @@ class Ops(ABC):
     max_fused_rows: int = 0
     """Largest number of rows for which `linear_fused` and `gate_up_silu` are used."""
     gemm: GemmBackend = TorchGemm()
-
-    def start_beside(self) -> None:
-        """Work `beside`, which has to come, runs behind all that was launched before."""
-        return None
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Work inside may run beside all that is launched from `start_beside` to `join`. Nothing of both writes memory
-        of the other, GEMMs by a library with one workspace are on one side alone, and what work inside reads lives
-        until then."""
-        return nullcontext()
-
-    def join(self) -> None:
-        """Later work sees the results of work done `beside`. `add_experts` calls it before it reads the residual."""
-        return None
 
     @abstractmethod
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor: ...
@@ -209,7 +193,7 @@ class TritonOps(Ops):
 
     is_deterministic: GEMMs are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
-    gemm: backend for more than max_fused_rows rows; None: torch. side: a stream for work beside other work.
+    gemm: backend for more than max_fused_rows rows; None: torch.
     """
 
     def __init__(
@@ -219,9 +203,7 @@ class TritonOps(Ops):
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
         gemm: GemmBackend | None = None,
-        side: SideStream | None = None,
     ) -> None:
-        self._side = side
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._is_deterministic = is_deterministic
@@ -231,17 +213,6 @@ class TritonOps(Ops):
             self.gemm = TiledGemm()
         elif gemm is not None:
             self.gemm = gemm
-
-    def start_beside(self) -> None:
-        if self._side is not None:
-            self._side.start()
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._side is None else self._side.fork()
-
-    def join(self) -> None:
-        if self._side is not None:
-            self._side.join()
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
@@ -288,7 +259,6 @@ class TritonOps(Ops):
             config=self._experts_config,
             variant=variant,
             use_pdl=self._use_pdl and len(x_TD) > 1,
-            before_sum=self.join,
         )
         self.gemm.changed()
 

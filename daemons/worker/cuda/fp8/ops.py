@@ -96,7 +96,6 @@ class Fp8Ops(ABC):
         self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
     ) -> None:
         """As Ops.add_experts; x and what the gate makes of it are quantised in groups of 128."""
-        self._plain.join()
         self._add_experts(residual_TD, x_TD, routes, experts)
         self._plain.gemm.changed()
 

@@ -60,20 +60,15 @@ class RoutedMlp(Mlp):
             self._run_rows(self.row_experts, rows_TD)
             return
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        shared_beside = None if self.group is not None else self.shared
-        if shared_beside is not None:
-            ops.start_beside()
         logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
-        if shared_beside is not None:
-            # Routing takes little of the device, and begins first. Its GEMM is torch's, with a workspace of its stream.
-            with ops.beside():
-                self._add_shared(shared_beside, residual, normed_TD)
         if self.b_logits_E is not None:
             logits_TE += self.b_logits_E
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
         if self.group is not None:
             self._add_reduced(self.group, rows_TD, normed_TD, routes)
             return
+        if self.shared is not None:
+            self._add_shared(self.shared, residual, normed_TD)
         self.experts.add_to(rows_TD, normed_TD, routes)
 
     def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
