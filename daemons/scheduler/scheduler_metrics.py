@@ -11,6 +11,7 @@ from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.draft_counts import DraftCounts
+from radixmesh.daemons.scheduler.tiers.host_cache import TierCounters
 
 
 class SchedulerMetrics:
@@ -109,6 +110,21 @@ class SchedulerMetrics:
                 self._metrics.pages.labels(page_state.name.lower()).set(num)
             self._metrics.kv_usage_ratio.set(1.0 - state.num_available / state.num_pages)
         self._add("evicted", self._metrics.page_evictions, evicted)
+        self._export_host(planner)
+
+    def _export_host(self, planner: Planner) -> None:
+        total, hosts = TierCounters(), planner.state.hosts if planner.state is not None else ()
+        total.add(planner.counters.tiers)
+        for host in hosts:
+            total.add(host.counters)
+        for what in ("saved", "loaded", "evicted", "skipped"):
+            self._add(f"host {what}", self._metrics.host_kv_pages_moved.labels(what), getattr(total, what))
+        self._metrics.host_kv_pages.set(sum(host.pages.num_used for host in hosts))
+        loads = planner.loads
+        self._add("host loads", self._metrics.host_kv_loads.labels("loaded"), loads.num_loads)
+        self._add("host late", self._metrics.host_kv_loads.labels("late"), loads.num_late)
+        self._add("host wait", self._metrics.host_kv_load_seconds, loads.wait_s)
+        self._add("host tokens", self._metrics.host_kv_tokens, loads.num_tokens)
 
     def _add(self, name: str, counter: Counter, total: float) -> None:
         """Counters only rise: by what came since the last time."""

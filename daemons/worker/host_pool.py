@@ -6,13 +6,11 @@ written to a file or sent as it is.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -24,8 +22,8 @@ class HostPool(ABC):
     """Copies between the device's pages and its own, [0, num_pages). One thread calls it.
 
     Copies read and write as if they ran when they are called: a save reads its device pages before anything that is
-    launched later writes there, once overwritten() was told of it; a load writes behind all that was launched before;
-    copies of one host page keep their order.
+    launched later writes there, once overwritten() was told of it; a load writes behind all that was launched before,
+    and behind saves of its pages; copies of one host page keep their order.
     """
 
     num_pages: int
@@ -84,17 +82,6 @@ class ArrayHostPool(HostPool):
         if self._loaded is not None:
             self._loaded(device_pages)
         return DONE
-
-
-def pages_of_tensors(views: Mapping[str, torch.Tensor], page_size: int) -> dict[str, npt.NDArray[np.uint8]]:
-    """Pages of contiguous [tokens, *row_shape] tensors on the CPU as ArrayHostPool takes them: the same memory."""
-    pages: dict[str, npt.NDArray[np.uint8]] = {}
-    for name, view in views.items():
-        row_bytes = math.prod(view.shape[1:]) * view.element_size()
-        data = view.view(torch.uint8).numpy()
-        pages[name] = data.reshape(view.shape[0] // page_size, page_size * row_bytes)
-        assert np.shares_memory(pages[name], data), f"plane {name} has padding"
-    return pages
 
 
 def host_pages_in(num_bytes: int, page_bytes: int) -> int:

@@ -15,7 +15,6 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.host_pool import pages_of_tensors
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
@@ -76,6 +75,7 @@ class KvPool(KvPlanes):
                 {"field": "num_pages"},
             ) from error
         sizes = {plane.name: plane.row_shape[-1] for plane in layout.planes}
+        self._stored = stored
         self._planes = {name: plane[..., : sizes[name]] for name, plane in stored.items()}
         self._token_views = {
             (name, layer): plane[layer].flatten(0, 1)[..., : sizes[name]]
@@ -118,8 +118,24 @@ class KvPool(KvPlanes):
 
     def page_planes(self) -> dict[str, npt.NDArray[np.uint8]]:
         """Pages of all planes and layers, as ArrayHostPool takes them, of a pool on the CPU."""
-        views = {f"{name}.{layer}": view for (name, layer), view in self._token_views.items()}
-        return pages_of_tensors(views, self.page_size)
+        return {
+            f"{name}.{layer}": plane[layer].view(torch.uint8).reshape(self.num_pages + 1, -1).numpy()
+            for name, plane in self._stored.items()
+            for layer in range(plane.shape[0])
+        }
+
+    def page_words(self) -> dict[str, torch.Tensor]:
+        """All planes as int32 [layers, pages + 1, words of a page], the same memory, padding included. Raises
+        UNSUPPORTED where a page of a layer is no whole number of words."""
+        words = {}
+        for name, plane in self._stored.items():
+            num_layers, page_bytes = plane.shape[0], plane[0, 0].numel() * plane.element_size()
+            if page_bytes % 4:
+                message = f"a page of {name} has {page_bytes} bytes a layer: set a larger --page-size"
+                raise MeshError(common_pb2.ERROR_REASON_UNSUPPORTED, message, {"feature": "host_tier"})
+            flat = plane.view(torch.uint8).reshape(-1).view(torch.int32)
+            words[name] = flat.view(num_layers, self.num_pages + 1, page_bytes // 4)
+        return words
 
     def clear(self) -> None:
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""

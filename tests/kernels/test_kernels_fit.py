@@ -124,6 +124,16 @@ def test_kernels_of_drafts_compile_and_fit(num_drafts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_layers", "page_words"), [(32, 512), pytest.param(61, 144, marks=pytest.mark.full)])
+def test_kernels_of_page_copies_compile_and_fit(num_layers, page_words):
+    """Pages of one token: 8B's planes, and V3's latents in bf16 at a quarter."""
+    launches = _compiled("page_copies", num_layers, page_words)
+    assert len(launches) == 2 and {launch["kernel"] for launch in launches} == {"_page_copy_kernel"}
+    # Eight fit an SM beside whatever computes there.
+    assert all(launch["registers"] <= 64 and launch["stack"] == 0 for launch in launches), launches
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [(1024, 1024), (576,), (36, 3)])
 def test_kernels_that_copy_kv_compile_and_fit(rows):
     launches = _compiled("copies", "bfloat16", *rows)

@@ -271,10 +271,21 @@ def _draft_launches(num_drafts: int) -> None:
     accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
 
 
+def _page_copy_launches(num_layers: int, page_words: int) -> None:
+    """Pages saved and loaded, of planes with so many words a page."""
+    from radixmesh.kernels.page_copy import copy_pages
+
+    plane = torch.zeros(num_layers, 4, page_words, dtype=torch.int32)
+    host = torch.zeros(2, 2 * num_layers * page_words, dtype=torch.int32)
+    pages = torch.zeros(1, dtype=torch.int32)
+    for to_host in (True, False):
+        copy_pages(plane, host, pages, pages, num_layers * page_words, to_host=to_host)
+
+
 def main() -> None:
-    """Arguments: runner FOLDER; copies DTYPE ROW ...; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM
-    HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS
-    PICKS ROWS ..."""
+    """Arguments: runner FOLDER; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention HEAD_DIM HEADS
+    [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or
+    fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -288,6 +299,8 @@ def main() -> None:
     what, *rest = sys.argv[1:]
     if what == "runner":
         _runner_launches(Path(rest[0]))
+    elif what == "page_copies":
+        _page_copy_launches(int(rest[0]), int(rest[1]))
     elif what == "copies":
         _copy_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
     elif what == "drafts":

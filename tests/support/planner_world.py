@@ -85,7 +85,7 @@ class World:
             page_size=runner.page_size,
             num_pages=runner.num_pages,
             num_slots=num_slots,
-            num_host_pages=num_host_pages,
+            num_host_pages=0 if runner.host_pool is None else runner.host_pool.num_pages,
             max_tokens_per_step=max_tokens_per_step,
             max_plans_in_flight=4,
             max_tokens_per_row=runner.max_tokens_per_row,

@@ -90,6 +90,14 @@ async def test_a_bomb_ends_at_the_time_limit_and_the_next_grammar_compiles(folde
         compiler.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such class of processes here")
+async def test_compilations_give_way_to_streams(compiler: GrammarCompiler) -> None:
+    await compiler.compile(GrammarSource(GrammarForm.JSON_SCHEMA, SCHEMA))
+    (pid,) = compiler.pids
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+
+
 async def test_a_killed_process_costs_no_request(compiler: GrammarCompiler) -> None:
     await compiler.compile(GrammarSource(GrammarForm.REGEX, "a"))
     for pid in compiler.pids:

@@ -230,14 +230,14 @@ def test_selective_saves_what_was_used_again():
     for tail in range(3):
         rounds(world, [[*shared, 60, 2 + tail]], 1)
     host = world.planner.state.pages.host
-    assert host.num_saved == 41, "the shared part alone"
+    assert host.counters.saved == 41, "the shared part alone"
 
 
 def test_a_full_host_forgets_what_was_used_longest_ago():
     world = small_world("write_through", num_host_pages=140)
     rounds(world, prompts(6), 2)
     host = world.planner.state.pages.host
-    assert host.num_evicted and host.pages.num_used <= 140
+    assert host.counters.evicted and host.pages.num_used <= 140
 
 
 def test_a_request_that_waits_too_long_computes_instead():
@@ -307,12 +307,12 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     host = HostCache(4, 2, tier("write_through"), "lru")
     names = Namespace("", 1)
     host.keep(names, np.arange(12, dtype=np.int32), np.arange(6, dtype=np.int32))
-    assert host.num_saved == 4 and host.num_skipped == 2
+    assert host.counters.saved == 4 and host.counters.skipped == 2
     host.take_saves()
     held = host.hold(names, np.arange(12, dtype=np.int32))
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
-    assert not host.has_saves and host.num_skipped == 4, "what a load reads is not evicted"
+    assert not host.has_saves and host.counters.skipped == 4, "what a load reads is not evicted"
     host.release(held)
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
-    assert host.num_evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
+    assert host.counters.evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
     assert not host.find_violation()

@@ -277,6 +277,31 @@ class Metrics:
             by,
             "Share of KV pages that could not be granted now: neither free nor evictable.",
         )
+        self.host_kv_pages = make.gauge(
+            "radixmesh_host_kv_pages", by, "Pages of the workers' host memory that hold KV, of all data-parallel ranks."
+        )
+        self.host_kv_pages_moved = make.counter(
+            "radixmesh_host_kv_pages_moved_total",
+            by,
+            "KV pages saved to host memory, loaded from it, evicted there, or skipped (no room).",
+            ["move"],
+        )
+        for move in ("saved", "loaded", "evicted", "skipped"):
+            self.host_kv_pages_moved.labels(move)
+        self.host_kv_loads = make.counter(
+            "radixmesh_host_kv_loads_total",
+            by,
+            "Prefixes loaded from host memory, and late ones (requests that computed theirs).",
+            ["outcome"],
+        )
+        for outcome in ("loaded", "late"):
+            self.host_kv_loads.labels(outcome)
+        self.host_kv_tokens = make.counter(
+            "radixmesh_host_kv_tokens_total", by, "Tokens whose KV was loaded from host memory for waiting requests."
+        )
+        self.host_kv_load_seconds = make.counter(
+            "radixmesh_host_kv_load_seconds_total", by, "Seconds from the plan of a load to its completion, of all."
+        )
         self.expert_balancedness = make.gauge(
             "radixmesh_expert_balancedness",
             by,

@@ -20,6 +20,7 @@ from radixmesh.daemons.scheduler.results.draft_counts import DraftCounts
 from radixmesh.daemons.scheduler.results.expert_load import ExpertLoad
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.sequence import Sequence
+from radixmesh.daemons.scheduler.tiers.host_cache import TierCounters
 
 log = get_logger(__name__)
 
@@ -60,6 +61,8 @@ class PlannerCounters:
     """Decode rows that came back without a token."""
     finished: dict[int, int] = field(default_factory=dict)
     """Ended outputs by FinishReason."""
+    tiers: TierCounters = field(default_factory=TierCounters)
+    """Host tiers of epochs that are over."""
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     drafts: DraftCounts = field(default_factory=DraftCounts)
 

@@ -233,6 +233,8 @@ class Planner:
         self.flush.interrupted()
         self.cache_feed.follow(())
         self.counters.evicted_pages += state.num_evicted
+        for host in state.hosts:
+            self.counters.tiers.add(host.counters)
         self.queue.unpark_all()
         self.grammars.begin_epoch()
         self.arrivals.begin_epoch()

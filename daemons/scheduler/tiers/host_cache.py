@@ -45,9 +45,24 @@ class TierSettings:
     load_timeout_s: float = 2.0
 
 
+@dataclass(slots=True)
+class TierCounters:
+    """Pages. skipped: not saved, for want of room."""
+
+    saved: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    skipped: int = 0
+
+    def add(self, other: TierCounters) -> None:
+        self.saved += other.saved
+        self.loaded += other.loaded
+        self.evicted += other.evicted
+        self.skipped += other.skipped
+
+
 class HostCache:
-    """Of one data-parallel rank. num_saved, num_loaded, num_evicted: pages; num_skipped: pages not saved for want of
-    room."""
+    """Of one data-parallel rank."""
 
     def __init__(self, num_pages: int, page_size: int, settings: TierSettings, eviction: str, rank: int = 0) -> None:
         self.settings = settings
@@ -56,7 +71,7 @@ class HostCache:
         self._rank = rank
         self._saves: list[PageMove] = []
         self._num_unsent = 0
-        self.num_saved = self.num_loaded = self.num_evicted = self.num_skipped = 0
+        self.counters = TierCounters()
 
     @property
     def has_saves(self) -> bool:
@@ -92,12 +107,12 @@ class HostCache:
         missing = len(pages) - known
         room = min(self.pages.num_free + self.cache.num_evictable, MAX_SAVED_PAGES - self._num_unsent)
         num = min(missing, room)
-        self.num_skipped += missing - num
+        self.counters.skipped += missing - num
         if num > 0:
             if num > self.pages.num_free:
                 evicted = self.cache.evict(num - self.pages.num_free)
                 self.pages.give_back(evicted)
-                self.num_evicted += len(evicted)
+                self.counters.evicted += len(evicted)
             host_pages = self.pages.take(num)
             all_pages = np.concatenate([held.pages, host_pages])
             held, _ = self.cache.extend(held, namespace, ids[: size * (known + num)], all_pages)
@@ -110,7 +125,7 @@ class HostCache:
                 )
             )
             self._num_unsent += num
-            self.num_saved += num
+            self.counters.saved += num
         self.release(held)
 
     def flush(self) -> None:

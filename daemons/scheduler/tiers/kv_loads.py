@@ -131,7 +131,7 @@ class KvLoads:
             pages = state.ranks[load.rank]
             assert pages.host is not None
             pages.host.release(load.source)
-            pages.host.num_loaded += len(load.pages)
+            pages.host.counters.loaded += len(load.pages)
             load.held = pages.end_load(load.held, load.namespace, load.ids, load.pages)
             load.is_loaded = True
             self.num_loads += 1

@@ -7,6 +7,8 @@ a common.v1.Error.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import signal
 import socket
@@ -21,10 +23,13 @@ from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_gramm
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 HEAD = struct.Struct("<Ic")
+# A tenth of a core where something else wants it, so that a compilation of a second still ends in time there.
+_NICE = 10
 
 
 def main(argv: Sequence[str]) -> int:
     folder, backend_name, descriptor, memory_bytes, timeout_s = argv
+    _give_way()
     with socket.socket(fileno=int(descriptor)) as link:
         try:
             backend = load_backend(backend_name, GuidedVocabulary.of(Vocabulary.load(Path(folder))))
@@ -52,6 +57,15 @@ def _compiled(backend: GrammarBackend, job: bytes) -> tuple[bytes, bytes]:
     except MemoryError:
         message = f"the {form} needs more memory than a compilation may take: simplify it"
         return b"X", invalid_grammar(message, "memory").to_proto().SerializeToString()
+
+
+def _give_way() -> None:
+    """Streams of others do not stutter beside a compilation, nor beside the import of its library."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _limit_memory(num_bytes: int) -> None:

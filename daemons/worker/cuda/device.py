@@ -155,6 +155,10 @@ class CudaEvent(TimedEvent):
             self._event.synchronize()
             self._was_done = True
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Work that the stream is given from now on waits for the event."""
+        stream.wait_event(self._event)
+
     def seconds_since(self, earlier: TimedEvent) -> float:
         if earlier is self:
             return 0.0
@@ -185,6 +189,15 @@ class CudaDevice(Device):
 
     def record_event(self) -> TimedEvent:
         return CudaEvent(self._stream, self._spare)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The one on which steps run."""
+        return self._stream
+
+    def event_on(self, stream: torch.cuda.Stream) -> CudaEvent:
+        """An event behind all work of another stream."""
+        return CudaEvent(stream, self._spare)
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.

@@ -23,7 +23,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, agree_on_steps
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
@@ -40,6 +40,7 @@ from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, Toke
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
+from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -314,6 +315,16 @@ class DeviceRunner(ModelRunner):
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("a device runner is launched")
+
+    def add_host_pool(self, num_bytes: int) -> None:
+        if isinstance(self.device, CudaDevice):
+            # Triton is needed where there is a GPU alone.
+            from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
+
+            words = self.pool.page_words()
+            self.host_pool = CudaHostPool(self.device, words, num_bytes, spare_page=self.num_pages)
+        else:
+            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes())
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:

@@ -66,14 +66,12 @@ class HostTier:
     def save(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
         """Copies pages to the host, records included."""
         _chain(moves, device, self.records, weights_version, to_host=True)
-        for move in moves:
-            self.pool.save(move.device_pages, move.host_pages)
+        self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
 
     def load(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
         """Starts copies from the host; the device pages are granted."""
         all_ids = [self.records.ids[move.host_pages] for move in moves]
         _chain(moves, self.records, device, weights_version, to_host=False)
-        self.pool.overwritten(_joined([move.device_pages for move in moves]))
         for move, ids in zip(moves, all_ids, strict=True):
             self._loading.append(
                 _Load(

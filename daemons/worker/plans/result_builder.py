@@ -80,7 +80,7 @@ class ResultBuilder:
         return (
             not (batch.segments or batch.late_rows or output.logprobs or self._failed_slots)
             and len(output.tokens) == batch.num_results
-            and output.counts is None
+            and (output.counts is None or bool((output.counts == 1).all()))
             and output.num_drafts is None
             and output.expert_rows is None
         )

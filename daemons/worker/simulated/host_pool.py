@@ -46,6 +46,7 @@ class SimulatedHostPool(HostPool):
 
     def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
         self._finish_saves(host_pages=host_pages)
+        self.overwritten(device_pages)
         self.device[device_pages] = self._poison
         self._last_end_ns = max(self._last_end_ns, self.clock.now_ns()) + self._ns_a_page * len(device_pages)
         return _LoadEvent(self, host_pages.copy(), device_pages.copy(), self._last_end_ns)

@@ -1,0 +1,128 @@
+"""Host pages of a GPU worker: page-locked memory that copies on streams of their own read and write.
+
+compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
+save:                      +-- waits for step k -- save --event--------------------------------^
+load:                      +-- waits for step k, and for saves of its pages -- load --event--> told to the scheduler
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
+from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
+from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
+
+# Of one registration: the driver pins page by page and holds a lock meanwhile.
+_REGISTER_BYTES = 1 << 30
+
+
+class _Copy(NamedTuple):
+    event: CudaEvent
+    device_pages: IntArray
+    host_pages: IntArray
+
+
+class CudaHostPool(HostPool):
+    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads.
+
+    Raises INVALID_ARGUMENT for memory that cannot be had.
+    """
+
+    def __init__(self, device: CudaDevice, planes: Mapping[str, torch.Tensor], num_bytes: int, spare_page: int) -> None:
+        self._device = device
+        self._planes = tuple(planes.values())
+        page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
+        self.page_bytes = 4 * page_words
+        self.num_pages = host_pages_in(num_bytes, self.page_bytes)
+        self._words = locked_words(self.num_pages * page_words).view(self.num_pages, page_words)
+        self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self._saves: deque[_Copy] = deque()
+        self._loads: deque[_Copy] = deque()
+        self.num_programs = NUM_PROGRAMS
+        # Compiles both kernels: no step waits for that.
+        page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
+        self.save(page, first)
+        self.load(first, page)
+        self.wait()
+
+    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+        stream = self._save_stream
+        stream.wait_stream(self._device.stream)
+        if late := _last_with(self._loads, None, host_pages):
+            late.event.hold(stream)
+        self._saves.append(self._copy(stream, device_pages, host_pages, to_host=True))
+
+    def load(self, host_pages: IntArray, device_pages: IntArray) -> CudaEvent:
+        stream = self._load_stream
+        stream.wait_stream(self._device.stream)
+        if late := _last_with(self._saves, device_pages, host_pages):
+            late.event.hold(stream)
+        copy = self._copy(stream, device_pages, host_pages, to_host=False)
+        self._loads.append(copy)
+        return copy.event
+
+    def overwritten(self, device_pages: IntArray) -> None:
+        if late := _last_with(self._saves, device_pages, None):
+            late.event.hold(self._device.stream)
+
+    def wait(self) -> None:
+        self._save_stream.synchronize()
+        self._load_stream.synchronize()
+        self._saves.clear()
+        self._loads.clear()
+
+    def _copy(self, stream: torch.cuda.Stream, device_pages: IntArray, host_pages: IntArray, *, to_host: bool) -> _Copy:
+        with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
+            both = torch.from_numpy(np.stack([device_pages, host_pages])).pin_memory()
+            on_device, offset = both.to(self._device.torch_device, non_blocking=True), 0
+            for plane in self._planes:
+                copy_pages(
+                    plane,
+                    self._words,
+                    on_device[0],
+                    on_device[1],
+                    offset,
+                    to_host=to_host,
+                    num_programs=self.num_programs,
+                )
+                offset += plane.shape[0] * plane.shape[2]
+        return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
+
+
+def locked_words(num: int) -> torch.Tensor:
+    """int32 [num] of host memory that the device reads and writes where it lies; for the life of the process.
+
+    torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
+    """
+    try:
+        words = torch.from_numpy(np.empty(num, np.int32))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        end = words.data_ptr() + 4 * num
+        for start in range(words.data_ptr(), end, _REGISTER_BYTES):
+            torch.cuda.check_error(int(runtime.cudaHostRegister(start, min(_REGISTER_BYTES, end - start), 0)))
+    except (MemoryError, RuntimeError) as error:
+        message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
+    return words
+
+
+def _last_with(copies: deque[_Copy], device_pages: IntArray | None, host_pages: IntArray | None) -> _Copy | None:
+    """The last copy under way that has any of these pages; forgets those that are over."""
+    while copies and copies[0].event.is_done:
+        copies.popleft()
+    for copy in reversed(copies):
+        if device_pages is not None and np.isin(copy.device_pages, device_pages).any():
+            return copy
+        if host_pages is not None and np.isin(copy.host_pages, host_pages).any():
+            return copy
+    return None
