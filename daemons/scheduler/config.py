@@ -88,6 +88,8 @@ class SchedulerSettings(CommonSettings):
     kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
         "write_through (once cached), selective (once used again) or write_back (when evicted)")  # fmt: skip
     kv_write_hits: int = setting(2, "uses of a cached prefix before the policy selective saves it")
+    kv_fetch_tokens: int = setting(64, "tokens of a prompt that host memory lacks from which on the workers' store "
+        "(--kv-store) is asked for them; fewer are computed")  # fmt: skip
     kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
         "host")  # fmt: skip
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
@@ -135,6 +137,8 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
+        if self.kv_fetch_tokens < 1:
+            raise ValueError(f"--kv-fetch-tokens must be >= 1, not {self.kv_fetch_tokens}")
         if self.kv_write_hits < 1 or self.kv_load_timeout_s <= 0:
             raise ValueError("--kv-write-hits must be >= 1 and --kv-load-timeout-s > 0")
         check_cache_choice(self.cache, self.eviction)
@@ -171,6 +175,7 @@ class SchedulerSettings(CommonSettings):
                 policy=WritePolicy(self.kv_write_policy),
                 min_hits=self.kv_write_hits,
                 load_timeout_s=self.kv_load_timeout_s,
+                fetch_tokens=self.kv_fetch_tokens,
             ),
             check_invariants=self.check_invariants,
         )

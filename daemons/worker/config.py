@@ -61,6 +61,8 @@ class WorkerSettings(CommonSettings):
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
+    kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
+        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
@@ -147,6 +149,8 @@ class WorkerSettings(CommonSettings):
         if self.host_kv_bytes and self.transfer_staging_bytes:
             raise ValueError(f"{_flag('host_kv_bytes')} and {_flag('transfer_staging_bytes')} do not go together yet: "
                 "KV that comes from other workers is written beside the plans that order saves")  # fmt: skip
+        if self.kv_store and not self.host_kv_bytes:
+            raise ValueError(f"{_flag('kv_store')} keeps what host memory has: set {_flag('host_kv_bytes')}")
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
