@@ -142,7 +142,7 @@ def _sum_kernel(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, out_ptr, table_ptr, counts_ptr, aborted_ptr, num_rows, widest, V,
+    x_ptr, out_ptr, table_ptr, counts_ptr, aborted_ptr, num, widest, V,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0).to(tl.int64)
@@ -154,7 +154,6 @@ def _gather_kernel(
     is_aborted = tl.full((), 0, tl.int32)
     own_start = (V * RANK) // NUM_RANKS
     own_width = (V * (RANK + 1)) // NUM_RANKS - own_start
-    num = num_rows.to(tl.int64) * widest
     first = channel * BLOCK
     while first < num:
         rows = (first + offsets) // widest
@@ -211,12 +210,12 @@ def gather_of_ranks(x_TW: torch.Tensor, table: PeerTable, vocab_size: int) -> to
     starts = [vocab_size * each // ranks for each in range(ranks + 1)]
     widths = [stop - start for start, stop in itertools.pairwise(starts)]
     assert x_TW.is_contiguous() and x_TW.dim() == 2 and x_TW.shape[1] == widths[rank], (x_TW.shape, widths)
-    num_rows, widest = len(x_TW), max(widths)
-    out_TV = x_TW.new_empty(num_rows, vocab_size)
-    if num_rows:
-        block, num_warps = _tile(num_rows * widest, x_TW.dtype)
-        _gather_kernel[(min(CHANNELS, triton.cdiv(num_rows * widest, block)),)](
-            x_TW, out_TV, table.entries, table.counts, table.aborted, num_rows, widest, vocab_size,
+    widest = max(widths)
+    num, out_TV = len(x_TW) * widest, x_TW.new_empty(len(x_TW), vocab_size)
+    if num:
+        block, num_warps = _tile(num, x_TW.dtype)
+        _gather_kernel[(min(CHANNELS, triton.cdiv(num, block)),)](
+            x_TW, out_TV, table.entries, table.counts, table.aborted, num, widest, vocab_size,
             RANK=rank, NUM_RANKS=ranks, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return out_TV

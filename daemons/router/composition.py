@@ -135,6 +135,7 @@ def _make_schedulers(
         waiting=_make_waiting(settings, metrics, clock),
         evens_out=settings.move_on_overload,
         prefill_min_tokens=settings.prefill_min_tokens,
+        prefill_timeout_s=settings.prefill_timeout_s,
         on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
         aliases=ModelAliases.parse(settings.model_aliases),
         clock=clock,

@@ -97,6 +97,9 @@ class RouterSettings(CommonSettings):
     prefill_min_tokens: int = setting(
         256, "prompt tokens without cached KV from which on a group of schedulers with --role prefill computes them"
     )
+    prefill_timeout_s: float = setting(
+        60.0, "seconds after which such a prompt, its wait in that queue included, is computed where its output decodes"
+    )
     api_keys_file: Path | None = setting(
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )
@@ -194,7 +197,14 @@ class RouterSettings(CommonSettings):
                 f"--http-bodies-bytes {-(-self.http_body_bytes * 4 // 3)} or more, or --http-body-bytes "
                 f"{self.http_bodies_bytes * 3 // 4} or less"
             )
-        for name in ("client_stall_s", "peer_timeout_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
+        for name in (
+            "prefill_timeout_s",
+            "client_stall_s",
+            "peer_timeout_s",
+            "scheduler_wait_s",
+            "detokenizer_wait_s",
+            "tokenizer_wait_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
 

@@ -85,6 +85,8 @@ class SchedulerSettings(CommonSettings):
         "decode (takes their KV), or both (whole requests, no transfers)")  # fmt: skip
     transfer_timeout_s: float = setting(3.0, "seconds without progress after which a request computes the KV that it "
         "waits for")  # fmt: skip
+    transfer_chunk_tokens: int = setting(2048, "computed tokens of a prompt from which on their KV is sent to another "
+        "group while the rest is computed, by multiples of 256; 0: all at the end")  # fmt: skip
     kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
         "write_through (once cached), selective (once used again) or write_back (when evicted)")  # fmt: skip
     kv_write_hits: int = setting(2, "uses of a cached prefix before the policy selective saves it")
@@ -135,6 +137,8 @@ class SchedulerSettings(CommonSettings):
 
         if self.role is not Role.BOTH and self.cache == "none":
             raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
+        if self.transfer_chunk_tokens < 0:
+            raise ValueError(f"--transfer-chunk-tokens must be >= 0, not {self.transfer_chunk_tokens}")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
         if self.kv_fetch_tokens < 1:
@@ -171,6 +175,7 @@ class SchedulerSettings(CommonSettings):
             prefill_align_steps=self.prefill_align_steps,
             balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
             transfer_timeout_s=self.transfer_timeout_s,
+            transfer_chunk_tokens=self.transfer_chunk_tokens,
             tiers=TierSettings(
                 policy=WritePolicy(self.kv_write_policy),
                 min_hits=self.kv_write_hits,

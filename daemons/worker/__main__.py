@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
@@ -17,13 +18,13 @@ from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.core_config import CoreConfig
 from radixmesh.daemons.worker.group_member import GroupMember
-from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
+from radixmesh.daemons.worker.kv_transfer.choice import make_transport
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.service import WorkerService
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
-from radixmesh.daemons.worker.simulated.held_transfers import HeldService, HeldTransport, TransferHolds, hold_scatters
+from radixmesh.daemons.worker.simulated.held_transfers import HeldService, TransferHolds, hold_scatters
 from radixmesh.worker.v1 import worker_pb2_grpc
 
 
@@ -86,8 +87,8 @@ class WorkerDaemon(Daemon):
     def _transport(self) -> KvTransport | None:
         if not self._settings.transfer_staging_bytes:
             return None
-        tls = self._settings.tls
-        return GrpcTransport(tls) if self._holds is None else HeldTransport(self._holds, tls)
+        hold = None if self._holds is None else partial(self._holds.wait, FaultKind.WRITING)
+        return make_transport(self._settings.transfer_transport, self._settings.tls, before_last_word=hold)
 
     def _service(self) -> WorkerService:
         faults, holds = self._faults, self._holds

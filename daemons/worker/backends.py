@@ -171,16 +171,20 @@ def _drafts_nothing(folder: Path) -> MeshError:
 
 def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
+    from radixmesh.daemons.worker.cuda.early_context import make_context_beside
 
     folder = settings.model
     assert folder is not None, "settings see to it"
-    # Imports beside this process, which takes seconds to import torch.
-    compilers = start_compilers(folder, settings)
+    # Imports beside this process, which takes seconds to import torch. It is told what to compile by running steps, in
+    # which ranks that hold the model together would wait for those that have their kernels.
+    compilers = start_compilers(folder, settings) if settings.rank_layout.tp_size == 1 else None
+    make_context_beside(settings.cuda_device)
     from radixmesh.daemons.worker.collectives.rank_group import RankGroup
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
     from radixmesh.daemons.worker.cuda.memory import fitting
 
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
+    grammars = _grammars(folder, settings.grammar_backend)
 
     def verify_drafts(runner: DeviceRunner) -> None:
         if Task.GENERATE not in runner.tasks:
@@ -215,6 +219,7 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
+        meanwhile=lambda: None if grammars is None else grammars.prepare(),
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
     )
@@ -226,7 +231,7 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
-    return _loaded(settings, folder, runner, fingerprint)
+    return _loaded(settings, folder, runner, fingerprint, grammars)
 
 
 def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str) -> None:
@@ -275,7 +280,10 @@ def _fingerprint(settings: WorkerSettings, folder: Path) -> str:
     return hashlib.sha256(f"short factors/{fingerprint}".encode()).hexdigest()
 
 
-def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
+def _loaded(
+    settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str, grammars: GrammarStore | None = None
+) -> LoadedModel:
+    """grammars: the folder's store, if it was made before the runner."""
     if settings.kv_dtype == "fp8":
         # Tokens over KV of FP8 are not those over KV as the model has it: nobody continues the other's.
         fingerprint = hashlib.sha256(f"kv fp8/{fingerprint}".encode()).hexdigest()
@@ -287,7 +295,7 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
     )
     identity.max_total_len = runner.max_total_len
     _add_sampling_defaults(settings, identity)
-    grammars = _grammars(folder, settings.grammar_backend) if runner.takes_grammars else None
+    grammars = (grammars or _grammars(folder, settings.grammar_backend)) if runner.takes_grammars else None
     identity.grammar_format = "" if grammars is None else grammars.format
     if grammars is not None:
         grammars.prepare()

@@ -10,6 +10,7 @@ from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.guided.backend import BACKENDS
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.settings import setting
+from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault
@@ -63,6 +64,8 @@ class WorkerSettings(CommonSettings):
         "and decode); 0: there are no transfers")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
+    transfer_transport: TransferTransport = setting(TransferTransport.SHARED_MEMORY, "what carries that KV: "
+        "shared_memory (between workers of one host, over gRPC to others) or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "

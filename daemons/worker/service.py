@@ -136,7 +136,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def AbortTransfer(
         self, request: worker_pb2.AbortTransferRequest, context: object
     ) -> worker_pb2.AbortTransferResponse:
-        self._core.transfers.receiver.abort(request.transfer_id)
+        self._core.transfers.abort(request.transfer_id)
         return worker_pb2.AbortTransferResponse()
 
 

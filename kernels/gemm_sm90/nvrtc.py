@@ -1,4 +1,4 @@
-"""CUDA C++ compiled at run time (NVRTC), kept on disk by the hash of its source."""
+"""CUDA C++ compiled at run time (NVRTC), kept on disk by the hash of its source; common code comes with the sources."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from radixmesh.kernels.gemm_sm90.cuda_driver import bindings
+from radixmesh.kernels.gemm_sm90.shipped import archive, read_shipped
 
 _DIGEST_BYTES = 32
 
@@ -29,11 +32,16 @@ class Nvrtc:
         _load_builtins()
         self._folder = folder or _default_folder()
         self.version = self._checked("nvrtcVersion", self._api.nvrtcVersion())
+        self._reading = threading.Lock()
+        self._shipped: Mapping[str, bytes] | None = None
 
     def cubin(self, source: str, architecture: str = "sm_90a") -> bytes:
-        """Machine code, from disk where it was compiled before."""
-        options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
-        key = hashlib.sha256("\0".join([source, *options, str(self.version)]).encode()).hexdigest()
+        """Machine code: as it was shipped, or from disk where it was compiled before, or compiled."""
+        options = _options(architecture)
+        key = key_of(source, self.version, architecture)
+        shipped = self._shipped_codes().get(key)
+        if shipped is not None:
+            return shipped
         kept = self._folder / f"{key}.cubin"
         code = _read(kept)
         if code is None:
@@ -42,6 +50,13 @@ class Nvrtc:
             with contextlib.suppress(OSError):
                 _write(kept, code)
         return code
+
+    def _shipped_codes(self) -> Mapping[str, bytes]:
+        with self._reading:
+            if self._shipped is None:
+                major, minor = self.version
+                self._shipped = read_shipped(archive((int(major), int(minor))))
+        return self._shipped
 
     def _compile(self, source: str, options: list[str]) -> bytes:
         api = self._api
@@ -71,6 +86,15 @@ class Nvrtc:
         if status != self._api.nvrtcResult.NVRTC_SUCCESS:
             raise NvrtcError(f"{function}: {status!r}")
         return tuple(found)
+
+
+def key_of(source: str, version: tuple[int, ...], architecture: str = "sm_90a") -> str:
+    """The name of a source's machine code: a hash of all that it depends on."""
+    return hashlib.sha256("\0".join([source, *_options(architecture), str(version)]).encode()).hexdigest()
+
+
+def _options(architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
 
 
 def _read(path: Path) -> bytes | None:

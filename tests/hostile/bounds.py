@@ -246,6 +246,7 @@ BOUNDS: dict[str, Bound] = {
         address=(64 << 10, WIRE),
     ),
     **_rows("worker.v1.RenewTransfersRequest", instance_id=(64 << 10, WIRE), transfer_ids=(1 << 14, WIRE)),
+    **_rows("worker.v1.SharedMemory", host=(64 << 10, WIRE)),
     **_rows("worker.v1.TransferRegion", transfer_id=(64 << 10, WIRE), instance_id=(64 << 10, WIRE)),
     **_rows(
         "worker.v1.WriteTransferRequest",

@@ -42,6 +42,18 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_kernels_of_ranks_compile_and_fit(num_ranks):
+    launches = _compiled("ranks", num_ranks)
+    assert {launch["kernel"] for launch in launches} == {"_sum_kernel", "_gather_kernel"}
+    for launch in launches:
+        # All programs of a launch are there at once, one an SM.
+        assert launch["shared"] <= _PROGRAM_SHARED and launch["stack"] <= 128, launch
+        assert launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("dtype", "heads", "rank", "rope"),

@@ -78,17 +78,19 @@ _CACHED = PageState.CACHED
 
 
 @asynccontextmanager
-async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fields: object) -> AsyncIterator[Pair]:
+async def pair(
+    backend: str = "simulated", sizes: tuple[int, int] = (1, 1), *, max_total_len: int = 96, **fields: object
+) -> AsyncIterator[Pair]:
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
     elif backend == "cuda":
         values = {"backend": Backend.CUDA, "model": MODEL, "dtype": "float32"}
-    values |= {"num_slots": 4, "max_total_len": 96, "transfer_staging_bytes": 1 << 20}
+    values |= {"num_slots": 4, "max_total_len": max_total_len, "transfer_staging_bytes": 1 << 20}
     async with AsyncExitStack() as stack:
         workers, schedulers, clients = [], [], []
         for role, size in zip((Role.PREFILL, Role.DECODE), sizes, strict=True):
-            settings = WorkerSettings(page_size=size, num_pages=256 // size, **values)  # type: ignore[arg-type]
+            settings = WorkerSettings(page_size=size, num_pages=max(256, 3 * max_total_len) // size, **values)  # type: ignore[arg-type]
             worker = await stack.enter_async_context(running(WorkerDaemon, settings, instance_id=f"worker-{role}"))
             # A loaded machine may take its time: where KV is to come, it is waited for.
             values_of_scheduler = {
@@ -290,3 +292,75 @@ async def test_roles_need_workers_that_transfer() -> None:
             assert client.hello is not None and client.hello.role == scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
     with pytest.raises(ValueError, match="needs a prefix cache"):
         SchedulerSettings(workers=("w:1",), role=Role.PREFILL, cache="none")
+
+
+LONG = [3 + 7 * i % 90 for i in range(1300)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (16, 4)])
+async def test_chunks_leave_while_the_prompt_is_computed(sizes: tuple[int, int]) -> None:
+    async with pair(sizes=sizes, max_total_len=2048, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+        expected = await alone(both, LONG)
+        flushed = LONG[::-1]  # Another prompt: nothing of it is cached.
+        result = await both.reserve(prompt=flushed)
+        starts: list[tuple[int, int, bool, int]] = []
+        transfers, planner = both.workers[0].daemon.core.transfers, both.planner(0)
+        start = transfers.start
+
+        async def noted(request):
+            starts.append((request.first_token, request.num_tokens, request.is_last, planner.counters.output_tokens))
+            await start(request)
+
+        transfers.start = noted
+        before = planner.counters.output_tokens
+        first = await both.prefill(result.target, flushed)
+        rest = await both.decode(first.tokens, prompt=flushed)
+        assert rest.finished.usage.cached_tokens == len(flushed) // max(sizes) * max(sizes)
+        assert first.tokens + rest.tokens == await alone(both, flushed)
+        assert len(starts) > 3 and [s[2] for s in starts] == [False] * (len(starts) - 1) + [True]
+        ends = [0, *(s[0] + s[1] for s in starts)]
+        assert [s[0] for s in starts] == ends[:-1] and ends[-1] == result.target.num_tokens
+        assert starts[0][3] == before, "before the first token was there"
+        assert expected == await alone(both, LONG)
+        await until(both.is_clean)
+
+
+async def test_an_aborted_prompt_ends_the_transfer_that_it_had_begun() -> None:
+    async with pair(max_total_len=2048, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+        result = await both.reserve(prompt=LONG)
+        planner, transfers = both.planner(0), both.workers[0].daemon.core.transfers
+        take = planner.handovers.take_wanted
+
+        def aborted():
+            wanted = take()
+            if wanted and wanted[0].first_token:
+                planner.abort("gone")  # Its second chunk is about to be sent.
+            return wanted
+
+        planner.handovers.take_wanted = aborted
+        seen = await both.prefill(result.target, LONG, request_id="gone")
+        assert seen.finished.reason == common_pb2.FINISH_REASON_ABORT
+        await until(both.is_clean)
+        assert both.planner(1).arrivals.num_failed == 1 and not transfers._senders
+        assert not planner.handovers._sent
+
+
+async def test_a_chunk_whose_pages_are_gone_fails_the_transfer_and_not_the_output() -> None:
+    async with pair(max_total_len=2048, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+        result = await both.reserve(prompt=LONG)
+        handovers = both.planner(0).handovers
+        take = handovers.take_wanted
+
+        def stale():
+            wanted = take()
+            for chunk in wanted:
+                if chunk.first_token and not chunk.is_last:
+                    chunk.generations[:] += 1
+            return wanted
+
+        handovers.take_wanted = stale
+        first = await both.prefill(result.target, LONG)
+        rest = await both.decode(first.tokens, prompt=LONG)
+        assert rest.finished.usage.cached_tokens == 0 and both.planner(1).arrivals.num_arrived == 0
+        assert first.tokens + rest.tokens == await alone(both, LONG)
+        await until(both.is_clean)

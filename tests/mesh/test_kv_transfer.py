@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Reception
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey
+from radixmesh.daemons.worker.kv_transfer.transport import RegionMemory
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 60.0
@@ -261,7 +262,7 @@ async def test_what_happens_while_a_watcher_is_told_is_not_lost() -> None:
 
 
 async def test_a_change_counts_from_the_call_on() -> None:
-    region = Region(KEY, np.zeros(64, np.uint8), Reception(1.0, writes_are_seen=True), 0, 1)
+    region = Region(KEY, RegionMemory(64), Reception(1.0, writes_are_seen=True), 0, 1)
     waiting = asyncio.ensure_future(region.change())
     region.notify()
     await asyncio.wait_for(waiting, TIMEOUT_S)

@@ -271,6 +271,21 @@ def _draft_launches(num_drafts: int) -> None:
     accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
 
 
+def _rank_launches(num_ranks: int) -> None:
+    """Sums and gathers of ranks, of one element and of one row too: a kernel is specialised for an argument of 1."""
+    from radixmesh.kernels.peer_collectives import PeerTable, gather_of_ranks, sum_of_ranks
+
+    table = PeerTable.alone(num_ranks - 1, num_ranks, torch.device("cpu"))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for shape in ((1, 1), (1, 4096), (3, 1000), (256, 4096)):
+            x = torch.zeros(shape, dtype=dtype)
+            sum_of_ranks(x, table)
+            sum_of_ranks(x, table, x, out=x)
+        for rows, vocab in ((1, num_ranks), (1, 128256), (256, 128256), (3, 1001)):
+            width = vocab - vocab * (num_ranks - 1) // num_ranks
+            gather_of_ranks(torch.zeros(rows, width, dtype=dtype), table, vocab)
+
+
 def _page_copy_launches(num_layers: int, page_words: int) -> None:
     """Pages saved and loaded, of planes with so many words a page."""
     from radixmesh.kernels.page_copy import copy_pages
@@ -283,9 +298,9 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 
 def main() -> None:
-    """Arguments: runner FOLDER; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention HEAD_DIM HEADS
-    [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or
-    fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
+    """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM;
+    attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP
+    EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -303,6 +318,8 @@ def main() -> None:
         _page_copy_launches(int(rest[0]), int(rest[1]))
     elif what == "copies":
         _copy_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
+    elif what == "ranks":
+        _rank_launches(int(rest[0]))
     elif what == "drafts":
         _draft_launches(int(rest[0]))
     elif what == "attention":

@@ -277,7 +277,7 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     """They were read, and dropped on the way to the runner: no CUDA worker drafted."""
     runner = _Verifying()
 
-    def load(folder, settings, verify=None):
+    def load(folder, settings, verify=None, *others, **named):
         if verify is not None:
             verify(runner)
         return runner

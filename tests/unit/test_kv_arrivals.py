@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.pages.integrity import find_deep_violation
 from radixmesh.daemons.scheduler.pages.page_states import PageState
-from radixmesh.daemons.scheduler.transfers.arrivals import Arrival, ArrivalState, KvArrivals
+from radixmesh.daemons.scheduler.transfers.arrivals import PROGRESS_LEASE_S, Arrival, ArrivalState, KvArrivals
 
 PATIENCE_S = 3.0
 ops = st.lists(
@@ -131,3 +131,18 @@ def test_a_transfer_outlives_the_attempt_that_a_later_one_replaces() -> None:
     planner.abort(submission.key.request_id)
     planner.plan(0.2)
     assert arrival.state is ArrivalState.FAILED and not len(arrivals)
+
+
+def test_a_transfer_takes_as_long_as_it_makes_progress_and_no_longer() -> None:
+    world = World(page_size=1, num_pages=64)
+    planner, arrivals = world.planner, world.planner.arrivals
+    state = planner.state
+    assert state is not None
+    arrival = arrivals.reserve(state, "t", as_ints(range(3, 20)), "", 15.0, 1, 0.0)
+    assert arrival is not None and arrivals.prepared(arrival)
+    for now in range(2, 60, 2):
+        arrivals.progressed(arrival, float(now))
+        arrivals.pass_time(state, float(now) + 1.9)
+        assert arrival.state is ArrivalState.RESERVED, now
+    arrivals.pass_time(state, 58.0 + PROGRESS_LEASE_S)
+    assert arrival.state is ArrivalState.FAILED

@@ -137,6 +137,19 @@ def test_leases_are_renewed_while_the_prefill_runs_and_no_longer() -> None:
     assert len(world.told()) == 3, "from now on it arrives, or the decode side computes it"
 
 
+def test_a_prefill_that_takes_too_long_is_given_up_and_ended() -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    world.now = 59.9
+    world.remote.tick(world.now)
+    assert world.told()[1:] == [(False, 0)] and not link.cancelled
+    world.now = 60.0
+    world.remote.tick(world.now)
+    assert world.told()[2:] == [(True, 0)] and link.cancelled == [1] and not len(world.remote)
+
+
 def test_a_prefill_whose_worker_is_lost_is_given_up_at_once() -> None:
     link = FakeLink(PREFILL)
     world = World(link)

@@ -41,19 +41,26 @@ class _Prefill:
     prefill: SchedulerLink
     num_tokens: int
     """To be computed."""
+    since: float
     is_begun: bool = False
     is_sending: bool = False
 
 
 class RemotePrefills:
-    """By transfer id. least_tokens: shorter prompts, or those of which less is not cached, run in place. clock:
-    monotonic seconds."""
+    """By transfer id. least_tokens: shorter prompts, or those of which less is not cached, run in place. timeout_s: a
+    prefill that takes longer, its wait in the queue included, is given up. clock: monotonic seconds."""
 
     def __init__(
-        self, placement: LinkPlacement, *, least_tokens: int, clock: Callable[[], float] = time.monotonic
+        self,
+        placement: LinkPlacement,
+        *,
+        least_tokens: int,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placement = placement
         self._least_tokens = max(1, least_tokens)
+        self._timeout_s = timeout_s
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
         self._renewed = 0.0
@@ -88,7 +95,7 @@ class RemotePrefills:
         best = min(links, key=lambda link: costs[link])
         transfer_id = secrets.token_hex(12)
         uncached = request.num_prompt - self._placement.matched_tokens(output, best)
-        self._prefills[transfer_id] = _Prefill(output, decode, best, uncached)
+        self._prefills[transfer_id] = _Prefill(output, decode, best, uncached, self._clock())
         output.transfer_id = transfer_id
         decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, best.page_size))
 
@@ -139,11 +146,14 @@ class RemotePrefills:
         self._cancel(found)
 
     def tick(self, now: float) -> None:
-        """Gives up prefills whose group is lost, and renews the leases of those that go on, of all at one scheduler by
-        one frame. Call every 0.1 s or so."""
+        """Gives up prefills whose group is lost or that take too long, and renews the leases of those that go on, of
+        all at one scheduler by one frame. Call every 0.1 s or so."""
         for transfer_id, found in tuple(self._prefills.items()):
-            if found.is_begun and not found.is_sending and not found.prefill.is_group_serving:
-                # The scheduler would begin anew with its next worker: that takes longer to load than any prompt.
+            if not found.is_begun or found.is_sending:
+                continue
+            is_late = now - found.since >= self._timeout_s
+            if is_late or not found.prefill.is_group_serving:
+                # A scheduler would begin anew with its next worker: that takes longer to load than any prompt.
                 self._cancel(found)
                 self._give_up(transfer_id, found, is_known=True)
         if not self._prefills or now - self._renewed < _RENEW_S:

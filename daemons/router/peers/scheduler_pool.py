@@ -52,6 +52,7 @@ class SchedulerPool(PeerPool):
         waiting: WaitingOutputs | None = None,
         evens_out: bool = True,
         prefill_min_tokens: int = 256,
+        prefill_timeout_s: float = 60.0,
         on_moved: Callable[[str, int], None] = lambda reason, count: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +64,9 @@ class SchedulerPool(PeerPool):
         self._moves = OutputMoves(
             self, placement, leave_after_s=migrate_after_s, evens_out=evens_out, on_moved=on_moved, clock=clock
         )
-        self.prefills = RemotePrefills(placement, least_tokens=prefill_min_tokens, clock=clock)
+        self.prefills = RemotePrefills(
+            placement, least_tokens=prefill_min_tokens, timeout_s=prefill_timeout_s, clock=clock
+        )
         self._links: dict[str, SchedulerLink] = {}
         # An empty queue is false.
         self.waiting = WaitingOutputs(QueueBounds(), clock=clock) if waiting is None else waiting

@@ -80,7 +80,7 @@ class Planner:
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
-        self.handovers = KvHandovers(self._finish)
+        self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
         self.fetches = KvFetches(
             self.queue, min_tokens=settings.tiers.fetch_tokens, timeout_s=settings.tiers.load_timeout_s
@@ -273,6 +273,7 @@ class Planner:
             return None
         assert prefill is not None, "it comes with the state"
         self.arrivals.pass_time(state, now)
+        self.handovers.pass_time()
         if state.hosts:
             self.loads.pass_time(state, now)
             self.fetches.pass_time(now)

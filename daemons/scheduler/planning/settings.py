@@ -54,6 +54,7 @@ class PlannerSettings:
     balance: BalanceSettings = BalanceSettings()
     """When experts move between ranks."""
     transfer_timeout_s: float = 3.0
+    transfer_chunk_tokens: int = 2048
     """A request waits so long for KV from elsewhere that makes no progress."""
     tiers: TierSettings = TierSettings()
     """Use of host memory, where workers have some for KV."""

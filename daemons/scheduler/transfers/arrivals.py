@@ -25,6 +25,8 @@ from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 MAX_ARRIVALS = 1024
 """Transfers that one scheduler waits for at a time."""
 MAX_LEASE_S = 60.0
+PROGRESS_LEASE_S = 15.0
+"""Nobody renews the lease of what is on its way: its own progress does."""
 
 
 class ArrivalState(Enum):
@@ -184,8 +186,9 @@ class KvArrivals:
         return False
 
     def progressed(self, arrival: Arrival, now: float) -> None:
-        """Something was written."""
+        """Something was written. Each byte counts once: what keeps on coming may take as long as it takes."""
         arrival.heard_at = now
+        arrival.lease_until = max(arrival.lease_until, now + PROGRESS_LEASE_S)
 
     def prepared(self, arrival: Arrival) -> bool:
         """All ranks have a region; False: nobody wants it any more."""

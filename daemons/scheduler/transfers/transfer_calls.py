@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
@@ -19,6 +21,8 @@ from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
+
+_T = TypeVar("_T", bool, None)
 
 # Workers forget what nobody renews: a scheduler that lives does so every second, for all its transfers in one call.
 _LEASE_MS = 10_000
@@ -48,7 +52,8 @@ class TransferCalls:
         self._answers = answers
         self._changed = changed
         self._clock = clock
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None] | asyncio.Task[bool]] = set()
+        self._sending: dict[str, asyncio.Task[bool]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -63,8 +68,13 @@ class TransferCalls:
         for arrival in self._planner.arrivals.take_failed():
             self._tell(arrival.transfer_id, None, _not_kept())
             self._spawn(self._abort(arrival.transfer_id))
-        for handover in self._planner.handovers.take_wanted():
-            self._spawn(self._send(handover))
+        handovers = self._planner.handovers
+        for transfer_id in handovers.take_given_up():
+            self._spawn(self._abort(transfer_id))
+        for handover in handovers.take_wanted():
+            before = self._sending.get(handover.target.transfer_id)
+            sending = self._sending[handover.target.transfer_id] = self._spawn(self._send(handover, before))
+            sending.add_done_callback(partial(self._sent, handover.target.transfer_id))
 
     def cancel(self) -> None:
         """The epoch is over, and with it all of its transfers."""
@@ -73,7 +83,7 @@ class TransferCalls:
         for transfer_id in tuple(self._answers):
             self._tell(transfer_id, None, _not_kept())
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -177,9 +187,16 @@ class TransferCalls:
         except MeshError as error:
             log.info("transfer_not_aborted", transfer=transfer_id, error=str(error))
 
-    async def _send(self, handover: Handover) -> None:
+    def _sent(self, transfer_id: str, task: asyncio.Task[bool]) -> None:
+        if self._sending.get(transfer_id) is task:
+            del self._sending[transfer_id]
+
+    async def _send(self, handover: Handover, before: asyncio.Task[bool] | None) -> bool:
+        """before: the chunk ahead of this one, which is gathered first. False: it was not sent."""
         target, ranks = handover.target, self._stream.rank_streams
         try:
+            if before is not None and not await before:
+                raise _failed("a chunk ahead of it was not sent")
             if len(target.regions) != len(ranks):
                 raise _failed(f"{len(target.regions)} ranks wait for KV, {len(ranks)} have it: give both sides as many")
             parts = zip(ranks, target.regions, target.addresses, strict=True)
@@ -187,9 +204,13 @@ class TransferCalls:
                 await together([rank.transport.start_transfer(_start_of(rank, handover, r, a)) for rank, r, a in parts])
         except (MeshError, TimeoutError, ValueError) as error:
             log.info("kv_not_sent", transfer=target.transfer_id, error=str(error) or "timeout")
+            if handover.first_token != target.first_token:
+                await self._abort(target.transfer_id)
+            return False
         finally:
             self._planner.handovers.released(handover, self._planner.state)
             self._changed()
+        return True
 
 
 async def _committed(
@@ -230,11 +251,11 @@ def _start_of(rank: WorkerStream, handover: Handover, region: bytes, address: st
         instance_id=rank.instance_id,
         source_pages=pack_ints(handover.pages),
         source_generations=pack_ints(handover.generations),
-        num_tokens=handover.target.num_tokens,
-        first_token=handover.target.first_token,
+        num_tokens=handover.num_tokens,
+        first_token=handover.first_token,
         region=prepared.region,
         address=address,
-        is_last=True,
+        is_last=handover.is_last,
     )
 
 

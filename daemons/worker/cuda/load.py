@@ -94,12 +94,13 @@ def load_cuda_runner(
     verify: Callable[[DeviceRunner], None] | None = None,
     compilers: KernelCompilers | None = None,
     *,
+    meanwhile: Callable[[], object] = lambda: None,
     index: int = 0,
     ranks: RankGroup | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
-    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned. index: of the GPU.
-    ranks: those that hold the model together.
+    captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned; meanwhile: work for
+    the time that they still take after it. index: of the GPU. ranks: those that hold the model together.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -118,7 +119,7 @@ def load_cuda_runner(
     group = _create_group(settings, ranks, device)
     runner = create_runner(load_on_device(folder, settings, device, compilers, group))
     if compilers is not None:
-        compilers.wait()
+        compilers.wait(meanwhile)
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up(has_decodes=verify is None or not runner.can_verify)

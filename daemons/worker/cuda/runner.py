@@ -263,7 +263,7 @@ class DeviceRunner(ModelRunner):
                 num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
                 if has_decodes or segments:
-                    self.launch(rows, segments, 0)
+                    self._launch(rows, segments)
             self.device.record_event().wait()
 
     @property
@@ -284,6 +284,9 @@ class DeviceRunner(ModelRunner):
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         if self._group is not None:
             self._group.check()
+        return self._launch(rows, segments)
+
+    def _launch(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         # Not in_order(): entering and leaving a stream costs a tenth of a short step.
         self.device.stay_in_order()
         self._sampler.send()

@@ -76,6 +76,7 @@ class Reception:
         self.lease_until = lease_until
         self.writer = ""
         """Instance id of the process that writes; empty: none has begun."""
+        self.writes_are_seen = writes_are_seen
         self._may_write = not writes_are_seen
         self._is_read = False
 
@@ -125,6 +126,13 @@ class Reception:
             else:
                 self._fail(Failure.WRITER_ABORTED)
         self._may_write = False
+
+    def stream_over(self, writer: str) -> None:
+        """The writer's stream has ended. Where writes go by that alone, it is proof that there will be none."""
+        if self.writes_are_seen:
+            self.writer_gone(writer)
+        elif self.may_write(writer):
+            self._fail(Failure.WRITER_GONE)
 
     def writer_gone(self, writer: str) -> None:
         """Proof that the process, or its connection, cannot write any more."""

@@ -11,7 +11,8 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES, ByteArray, chunks_of, has_stamps
+from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES, chunks_of, has_stamps
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 
 
@@ -29,15 +30,8 @@ class Target:
     namespace: str
 
 
-def gather(
-    executor: StepExecutor,
-    pages: IntArray,
-    generations: IntArray,
-    tokens: range,
-    memory: ByteArray,
-    stamp: bytes,
-) -> None:
-    """Copies tokens of consecutive pages, int32, counted from the first page on, to a region's memory, with its stamps.
+def gather(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, memory: ByteArray) -> None:
+    """Copies tokens of consecutive pages, int32, counted from the first page on, to memory, as they lie in a region.
 
     Raises PAGE_CONFLICT for a page that does not hold what the caller takes it for.
     """
@@ -51,8 +45,8 @@ def gather(
     token_bytes = runner.kv_token_bytes
     for chunk in chunks_of(len(tokens), token_bytes):
         data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size))
-        memory[chunk.offset : chunk.offset + chunk.num * token_bytes] = data
-    memory[:STAMP_BYTES] = memory[-STAMP_BYTES:] = np.frombuffer(stamp, np.uint8)
+        start = chunk.offset - STAMP_BYTES
+        memory[start : start + chunk.num * token_bytes] = data
 
 
 def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: bytes) -> Failure:

@@ -11,7 +11,8 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, Reception
-from radixmesh.daemons.worker.kv_transfer.staging import ByteArray, RegionKey, StagingPool, region_bytes
+from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, RegionMemory
 
 MAX_RECEPTIONS = 4096
 """Transfers that one worker receives at a time."""
@@ -19,17 +20,22 @@ MAX_TRANSFER_ID_BYTES = 64
 
 
 class Region:
-    """A staging region with the lifecycle of its transfer. memory: None once it is given back."""
+    """A staging region with the lifecycle of its transfer. held: None once it is given back."""
 
-    def __init__(self, key: RegionKey, memory: ByteArray, reception: Reception, first_token: int, num_tokens: int):
+    def __init__(self, key: RegionKey, held: RegionMemory, reception: Reception, first_token: int, num_tokens: int):
         self.key = key
-        self.memory: ByteArray | None = memory
-        self.num_bytes = len(memory)
+        self.held: RegionMemory | None = held
+        self.num_bytes = len(held.array)
         self.reception = reception
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.num_written = 0
         self._changed: asyncio.Future[None] | None = None
+
+    @property
+    def memory(self) -> ByteArray | None:
+        """Its bytes; None once they are given back."""
+        return None if self.held is None else self.held.array
 
     def change(self) -> asyncio.Future[None]:
         """Done at the next notify() after this call, whenever it is awaited."""
@@ -46,20 +52,21 @@ class Region:
 
 
 class TransferReceiver:
-    """clock: monotonic seconds. on_over: told of every transfer that has ended."""
+    """new_memory: of a region of so many bytes. clock: monotonic seconds. on_over: told of every transfer that has
+    ended."""
 
     def __init__(
         self,
         instance_id: str,
         pool: StagingPool,
         *,
-        writes_are_seen: bool,
+        new_memory: Callable[[int], RegionMemory] = RegionMemory,
         clock: Callable[[], float],
         on_over: Callable[[Region], None] = lambda region: None,
     ) -> None:
         self._instance_id = instance_id
         self._pool = pool
-        self._writes_are_seen = writes_are_seen
+        self._new_memory = new_memory
         self._clock = clock
         self._on_over = on_over
         self._regions: dict[str, Region] = {}
@@ -103,15 +110,22 @@ class TransferReceiver:
         if len(self._regions) >= MAX_RECEPTIONS:
             message = f"{MAX_RECEPTIONS} transfers come in already: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
-        memory = self._pool.take(region_bytes(num_tokens, token_bytes))
+        num_bytes = region_bytes(num_tokens, token_bytes)
+        self._pool.take(num_bytes)
+        try:
+            held = self._new_memory(num_bytes)
+        except (OSError, MemoryError, ValueError) as error:
+            self._pool.give_back(num_bytes)
+            message = f"no memory for {num_bytes} bytes of KV: prefill where the request decodes"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"}) from error
         key = RegionKey(
             transfer_id=transfer_id,
             incarnation=secrets.randbits(64),
             instance_id=self._instance_id,
             epoch=epoch,
         )
-        reception = Reception(until, writes_are_seen=self._writes_are_seen)
-        region = self._regions[transfer_id] = Region(key, memory, reception, first_token, num_tokens)
+        reception = Reception(until, writes_are_seen=held.writes_are_seen)
+        region = self._regions[transfer_id] = Region(key, held, reception, first_token, num_tokens)
         return region
 
     def renew(self, transfer_ids: Iterable[str], epoch: int, lease_s: float) -> int:
@@ -151,6 +165,17 @@ class TransferReceiver:
         region.num_written += len(data)
         region.notify()
 
+    def wrote(self, region: Region, writer: str, num_bytes: int) -> None:
+        """Bytes were written by another way than this process's copies. Raises as write()."""
+        reception = region.reception
+        if reception.may_write(writer) and num_bytes > region.num_bytes - region.num_written:
+            reception.bad_write(writer)
+            self._settle(region)
+        if not reception.may_write(writer):
+            raise _failed("the transfer is over: write no more", reception.failure)
+        region.num_written += num_bytes
+        region.notify()
+
     def last_word(self, region: Region, writer: str, *, is_done: bool, is_sound: bool = True) -> None:
         """The writer is over. is_sound: the bytes have its checksum. Raises TRANSFER_FAILED if the transfer has
         failed."""
@@ -163,9 +188,9 @@ class TransferReceiver:
         if is_done and failure is not Failure.NONE:
             raise _failed("the transfer has failed", failure)
 
-    def writer_gone(self, region: Region, writer: str) -> None:
+    def stream_over(self, region: Region, writer: str) -> None:
         """The writer's connection is closed. Idempotent."""
-        region.reception.writer_gone(writer)
+        region.reception.stream_over(writer)
         self._settle(region)
 
     # From the scheduler, and time.
@@ -190,18 +215,23 @@ class TransferReceiver:
                 self._settle(region)
 
     def tick(self) -> None:
-        """Ends what nobody renews. Call it a few times a second while there is something."""
+        """Ends what nobody renews, and frees what nobody writes to any more. Call it a few times a second while there
+        is something."""
         now = self._clock()
         for region in tuple(self._regions.values()):
-            if region.reception.expire(now):
+            if region.reception.expire(now) or region.reception.is_quarantined:
                 self._settle(region)
 
     def _settle(self, region: Region) -> None:
         """Gives memory back as soon as nobody can write or read there."""
         region.notify()
-        if region.reception.is_memory_free and region.memory is not None:
-            self._pool.give_back(region.memory)
-            region.memory = None
+        reception, held = region.reception, region.held
+        if held is not None and reception.is_quarantined and held.is_writer_gone():
+            reception.writer_gone(reception.writer)
+        if held is not None and reception.is_memory_free:
+            region.held = None
+            held.close()
+            self._pool.give_back(region.num_bytes)
             self._regions.pop(region.key.transfer_id, None)
             self._on_over(region)
 

@@ -13,13 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-
-ByteArray = npt.NDArray[np.uint8]
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 
 STAMP_BYTES = 32
 CHUNK_TOKENS = 256
@@ -63,15 +59,15 @@ def chunks_of(num_tokens: int, token_bytes: int) -> Iterator[Chunk]:
 
 
 class StagingPool:
-    """Bytes of all regions together, bounded. A region has an array of its own: memory that nobody reserved is not
+    """Bytes of all regions and send buffers together, bounded. Each has memory of its own: what nobody reserved is not
     held."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
 
-    def take(self, num_bytes: int) -> ByteArray:
-        """Memory of so many bytes. Raises OVERLOADED where there is no room now, NEVER_FITS where there never is."""
+    def take(self, num_bytes: int) -> None:
+        """Counts so many bytes. Raises OVERLOADED where there is no room now, NEVER_FITS where there never is."""
         if num_bytes > self.max_bytes:
             message = (
                 f"the KV takes {num_bytes} bytes, staging has {self.max_bytes}: compute the prompt where it decodes"
@@ -84,11 +80,10 @@ class StagingPool:
             )
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         self.num_bytes += num_bytes
-        return np.zeros(num_bytes, np.uint8)
 
-    def give_back(self, memory: ByteArray) -> None:
-        """Nobody reads or writes it any more."""
-        self.num_bytes -= len(memory)
+    def give_back(self, num_bytes: int) -> None:
+        """Nobody reads or writes them any more."""
+        self.num_bytes -= num_bytes
 
 
 def has_stamps(memory: ByteArray, stamp: bytes) -> bool:

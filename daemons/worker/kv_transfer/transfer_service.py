@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
@@ -15,9 +16,15 @@ from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
-from radixmesh.daemons.worker.kv_transfer.staging import ByteArray
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
-from radixmesh.daemons.worker.kv_transfer.transport import WRITE_BYTES, KvTransport, checksum_of
+from radixmesh.daemons.worker.kv_transfer.transport import (
+    WRITE_BYTES,
+    ByteArray,
+    KvTransport,
+    KvWriter,
+    RegionMemory,
+    checksum_of,
+)
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 # A receiver that takes nothing for so long is stopped, or gone without a word.
@@ -25,21 +32,36 @@ _PATIENCE_S = 10.0
 _MAX_DATA_BYTES = 4 << 20
 
 
+_Call = grpc.aio.StreamStreamCall[worker_pb2.WriteTransferRequest, worker_pb2.WriteTransferResponse]
+
+
 class GrpcTransport(KvTransport):
-    """Over the port that workers have anyway, for machines without anything faster. tls: None = plain."""
+    """Over the port that workers have anyway, for machines without anything faster. tls: None = plain.
 
-    writes_are_seen = True
+    before_last_word: awaited when all data is written.
+    """
 
-    def __init__(self, tls: TlsFiles | None = None, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self,
+        tls: TlsFiles | None = None,
+        *,
+        patience_s: float = _PATIENCE_S,
+        before_last_word: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._tls = tls
         self._patience_s = patience_s
+        self.before_last_word = before_last_word
 
-    async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:
+    def new_memory(self, num_bytes: int) -> RegionMemory:
+        return RegionMemory(num_bytes)
+
+    @asynccontextmanager
+    async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
         try:
             async with open_channel(address, self._tls) as channel:
                 call = worker_pb2_grpc.WorkerServiceStub(channel).WriteTransfer()
                 try:
-                    await self._write_all(call, region, writer, memory)
+                    yield GrpcWriter(self, call, worker_pb2.WriteTransferRequest(region=region, writer=writer))
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
@@ -49,26 +71,13 @@ class GrpcTransport(KvTransport):
             message = f"the worker at {address} took nothing for {self._patience_s:g} s"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
 
-    async def _write_all(
-        self,
-        call: grpc.aio.StreamStreamCall[worker_pb2.WriteTransferRequest, worker_pb2.WriteTransferResponse],
-        region: worker_pb2.TransferRegion,
-        writer: str,
-        memory: ByteArray,
-    ) -> None:
-        request = worker_pb2.WriteTransferRequest(region=region, writer=writer)
-        try:
-            for offset in range(0, len(memory), WRITE_BYTES):
-                request.offset, request.data = offset, memory[offset : offset + WRITE_BYTES].tobytes()
-                await self._written(call, request)
-                request = worker_pb2.WriteTransferRequest()
-            await self._before_last_word()
-            request.checksum = await asyncio.to_thread(checksum_of, memory)
-            request.last_word = worker_pb2.TRANSFER_LAST_WORD_DONE
-            await self._written(call, request)
-        except asyncio.InvalidStateError:
-            # The call had ended before: its status says why.
-            raise_if_cancelled()
+    async def written(self, call: _Call, request: worker_pb2.WriteTransferRequest) -> None:
+        """Sends one message."""
+        async with asyncio.timeout(self._patience_s):
+            await call.write(request)
+
+    async def answer_of(self, call: _Call) -> None:
+        """Returns when the receiver has heard the last word."""
         async with asyncio.timeout(self._patience_s):
             answer = await call.read()
             raise_if_cancelled()
@@ -81,16 +90,48 @@ class GrpcTransport(KvTransport):
             raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
         raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the worker ended the transfer without an answer")
 
-    async def _before_last_word(self) -> None:
-        """All data is written."""
 
-    async def _written(
-        self,
-        call: grpc.aio.StreamStreamCall[worker_pb2.WriteTransferRequest, worker_pb2.WriteTransferResponse],
-        request: worker_pb2.WriteTransferRequest,
-    ) -> None:
-        async with asyncio.timeout(self._patience_s):
-            await call.write(request)
+class GrpcWriter(KvWriter):
+    """The stream of one writer. first: what it begins with."""
+
+    def __init__(self, transport: GrpcTransport, call: _Call, first: worker_pb2.WriteTransferRequest) -> None:
+        self._transport = transport
+        self._call = call
+        self._request = first
+
+    async def begin(self) -> None:
+        """Tells who writes, for a writer whose data goes another way."""
+        await self._write()
+
+    async def wrote(self, num_bytes: int) -> None:
+        """Tells progress on another way."""
+        self._request.num_written = num_bytes
+        await self._write()
+
+    async def write(self, offset: int, data: ByteArray) -> None:
+        for start in range(0, len(data), WRITE_BYTES):
+            self._request.offset = offset + start
+            self._request.data = data[start : start + WRITE_BYTES].tobytes()
+            await self._write()
+
+    async def done(self, checksum: int) -> None:
+        if self._transport.before_last_word is not None:
+            await self._transport.before_last_word()
+        self._request.checksum = checksum
+        self._request.last_word = worker_pb2.TRANSFER_LAST_WORD_DONE
+        with suppress(asyncio.InvalidStateError):
+            await self._transport.written(self._call, self._request)
+        await self._transport.answer_of(self._call)
+
+    async def _write(self) -> None:
+        try:
+            await self._transport.written(self._call, self._request)
+        except asyncio.InvalidStateError:
+            # The call has ended: its status says why.
+            raise_if_cancelled()
+            await self._transport.answer_of(self._call)
+            raise
+        self._request = worker_pb2.WriteTransferRequest()
 
 
 async def receive(
@@ -126,8 +167,7 @@ async def receive(
     finally:
         if reading is not None:
             reading.cancel()
-        # This call alone copies into the region, and it is over.
-        transfers.receiver.writer_gone(region, writer)
+        transfers.receiver.stream_over(region, writer)
 
 
 async def _take(transfers: KvTransfers, region: Region, writer: str, request: worker_pb2.WriteTransferRequest) -> None:
@@ -136,6 +176,8 @@ async def _take(transfers: KvTransfers, region: Region, writer: str, request: wo
         raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"field": "data", "max": str(_MAX_DATA_BYTES)})
     if request.data:
         transfers.receiver.write(region, writer, request.offset, request.data)
+    if request.num_written:
+        transfers.receiver.wrote(region, writer, request.num_written)
     if request.last_word == worker_pb2.TRANSFER_LAST_WORD_UNSPECIFIED:
         return
     is_done = request.last_word == worker_pb2.TRANSFER_LAST_WORD_DONE

@@ -14,11 +14,12 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.lifecycle import Emission, Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.page_io import Target, gather, scatter
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
+from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
-from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.worker.v1 import worker_pb2
 
@@ -27,8 +28,6 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_LEASE_MS = 60_000
-MAX_EMISSIONS = 256
-"""Transfers that one worker sends at a time."""
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.002
@@ -55,13 +54,13 @@ class KvTransfers:
         self._check_holder = check_holder
         self._received_step = received_step
         self.staging = StagingPool(staging_bytes)
-        is_seen = transport is None or transport.writes_are_seen
+        new_memory = RegionMemory if transport is None else transport.new_memory
         self.receiver = TransferReceiver(
-            instance_id, self.staging, writes_are_seen=is_seen, clock=clock, on_over=self._over
+            instance_id, self.staging, new_memory=new_memory, clock=clock, on_over=self._over
         )
         self._executor: StepExecutor | None = None
         self._digest = ""
-        self._sending: set[asyncio.Task[None]] = set()
+        self._senders: dict[str, KvSender] = {}
         self._ticking: asyncio.Task[None] | None = None
         self.num_sent = self.num_received = self.num_failed = 0
 
@@ -83,6 +82,9 @@ class KvTransfers:
     def begin_epoch(self, epoch: int) -> None:
         """Somebody has claimed the worker: transfers of the epochs before end."""
         self.receiver.begin_epoch(epoch)
+        for sender in tuple(self._senders.values()):
+            if sender.epoch != epoch:
+                sender.cancel()
 
     def prepare(self, request: worker_pb2.PrepareTransferRequest) -> worker_pb2.TransferRegion:
         """Reserves a region, or renews its lease. Raises as TransferReceiver.prepare(), EPOCH_FENCED or
@@ -101,7 +103,7 @@ class KvTransfers:
         if self._ticking is None:
             self._ticking = asyncio.ensure_future(self._tick())
         key = region.key
-        return worker_pb2.TransferRegion(
+        answer = worker_pb2.TransferRegion(
             transfer_id=key.transfer_id,
             incarnation=key.incarnation,
             instance_id=key.instance_id,
@@ -111,6 +113,9 @@ class KvTransfers:
             num_bytes=region.num_bytes,
             kv=kv,
         )
+        if region.held is not None:
+            region.held.describe(answer)
+        return answer
 
     def renew(self, epoch: int, instance_id: str, transfer_ids: Iterable[str], lease_ms: int) -> int:
         """Renews leases; of how many. Raises EPOCH_FENCED or INVALID_ARGUMENT."""
@@ -122,7 +127,8 @@ class KvTransfers:
         return self.receiver.renew(ids, epoch, _lease_s(lease_ms))
 
     async def start(self, request: worker_pb2.StartTransferRequest) -> None:
-        """Gathers pages and begins to send them; returns when the pages are the caller's again.
+        """Gathers the next chunk of a transfer, which is sent behind those before; returns when the pages are the
+        caller's again.
 
         Raises EPOCH_FENCED, PAGE_CONFLICT, TRANSFER_FAILED, INVALID_ARGUMENT, OVERLOADED or UNSUPPORTED.
         """
@@ -130,47 +136,52 @@ class KvTransfers:
         region, transport = request.region, self._transport
         executor, _ = self._offered(region.kv)
         assert transport is not None
-        num_bytes = region_bytes(request.num_tokens, executor.runner.kv_token_bytes)
-        if not request.is_last:
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED, "chunks: send all KV by one call", {"feature": "chunks"}
+        token_bytes, first_token = executor.runner.kv_token_bytes, request.first_token
+        if not region.num_tokens or region_bytes(region.num_tokens, token_bytes) != region.num_bytes:
+            message = (
+                f"{region.num_bytes} bytes are no region of {region.num_tokens} tokens: send it as it was prepared"
             )
-        if not request.num_tokens or request.num_tokens != region.num_tokens or num_bytes != region.num_bytes:
-            message = f"{request.num_tokens} tokens do not fill the region of {region.num_tokens}: send as many"
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
-        if len(self._sending) >= MAX_EMISSIONS:
-            message = f"{MAX_EMISSIONS} transfers are being sent: retry when some are over"
-            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
         pages = unpack_ints(request.source_pages, "source_pages")
         generations = unpack_ints(request.source_generations, "source_generations")
-        memory, emission = self.staging.take(num_bytes), Emission()
-        stamp, skipped = _key_of(region).stamp(), request.first_token % executor.limits.page_size
+        skipped = first_token % executor.limits.page_size
         tokens = range(skipped, skipped + request.num_tokens)
+
+        async def gathered(memory: ByteArray) -> None:
+            await self._to_the_end(lambda: gather(executor, pages, generations, tokens, memory))
+
+        sender = self._senders.get(region.transfer_id)
+        is_new = sender is None
+        if sender is None:
+            if len(self._senders) >= MAX_SENDERS:
+                message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
+                raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+            stamp = _key_of(region).stamp()
+            sender = KvSender(region, request.address, stamp, request.epoch, self.staging, self._sent)
+        elif sender.region != region or sender.epoch != request.epoch:
+            message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
+        if is_new:
+            self._senders[region.transfer_id] = sender
         try:
-            await self._to_the_end(lambda: gather(executor, pages, generations, tokens, memory, stamp))
+            await sender.add(first_token, request.num_tokens, token_bytes, is_last=request.is_last, gather=gathered)
         except BaseException:
-            emission.abort()
-            self.staging.give_back(memory)
+            if is_new:
+                self._senders.pop(region.transfer_id, None)
             raise
-        emission.gathered()
+        if is_new:
+            sender.start(transport, self._instance_id)
 
-        async def send() -> None:
-            is_sent = False
-            try:
-                await transport.send(request.address, region, self._instance_id, memory)
-                is_sent = True
-            except MeshError as error:
-                log.info("kv_not_sent", transfer=region.transfer_id, peer=request.address, error=str(error))
-            finally:
-                emission.handle_over(is_sent=is_sent)
-                self.num_sent += is_sent
-                self.num_failed += not is_sent
-                if emission.is_buffer_free:
-                    self.staging.give_back(memory)
+    def abort(self, transfer_id: str) -> None:
+        """Ends a transfer, whichever end of it this is. Unknown ids are fine."""
+        self.receiver.abort(transfer_id)
+        if (sender := self._senders.get(transfer_id)) is not None:
+            sender.cancel()
 
-        task = asyncio.ensure_future(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+    def _sent(self, sender: KvSender, is_sent: bool, num_bytes: int, seconds: float) -> None:
+        self._senders.pop(sender.region.transfer_id, None)
+        self.num_sent += is_sent
+        self.num_failed += not is_sent
 
     async def commit(self, request: worker_pb2.CommitTransferRequest) -> Failure:
         """Scatters a written region into pages, behind a step. Raises EPOCH_FENCED or TRANSFER_FAILED."""
@@ -239,8 +250,10 @@ class KvTransfers:
 
     def close(self) -> None:
         """Nothing is sent any more."""
-        for task in (*self._sending, *((self._ticking,) if self._ticking is not None else ())):
-            task.cancel()
+        for sender in tuple(self._senders.values()):
+            sender.cancel()
+        if self._ticking is not None:
+            self._ticking.cancel()
 
     async def _to_the_end(self, job: Callable[[], object]) -> None:
         """Runs a job on the step thread. Cancelled, as when the scheduler dies, it waits for the job all the same: that

@@ -4,29 +4,78 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
 
-from radixmesh.daemons.worker.kv_transfer.staging import ByteArray
+import numpy as np
+import numpy.typing as npt
+
 from radixmesh.worker.v1 import worker_pb2
+
+ByteArray = npt.NDArray[np.uint8]
 
 # Bytes of one write: an event loop copies as many in about a tenth of a millisecond.
 WRITE_BYTES = 1 << 20
 
 
-class KvTransport(ABC):
-    """Writes whole regions. Any number of calls at a time."""
+class RegionMemory:
+    """Memory of one region, in this process alone: what a writer sends, the receiver copies there."""
 
-    writes_are_seen: bool
-    """True if the receiver itself copies what arrives: a region that it gives up is not written any more."""
+    def __init__(self, num_bytes: int) -> None:
+        self.array: ByteArray = np.zeros(num_bytes, np.uint8)
+
+    @property
+    def writes_are_seen(self) -> bool:
+        """True if the receiver itself copies what arrives: a region that it gives up is not written any more."""
+        return True
+
+    def describe(self, region: worker_pb2.TransferRegion) -> None:
+        """Adds to what a writer is told that by which it reaches this memory."""
+
+    def is_writer_gone(self) -> bool:
+        """Keeps new writers out, from the first call on; True if that proves that none is left."""
+        return False
+
+    def close(self) -> None:
+        """Nobody uses the region any more. Idempotent."""
+
+
+class KvWriter(ABC):
+    """One writer of one region. Calls one after the other; after one that raised, no more."""
 
     @abstractmethod
-    async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:
-        """Writes memory, all bytes of it, to the region of the worker at `address`, and says the last word.
+    async def write(self, offset: int, data: ByteArray) -> None:
+        """Writes bytes of the region, each once. Returns when `data` is not read any more. Raises MeshError."""
 
-        writer: instance id of this process. Returns when the receiver has heard the last word. Raises MeshError where
-        it refused, was lost, or took nothing for too long. Afterwards `memory` is not read any more, whatever came.
+    @abstractmethod
+    async def done(self, checksum: int) -> None:
+        """Says the last word; returns when the receiver has heard it. checksum: CRC-32 of all bytes in order. Raises
+        MeshError where the receiver refused, was lost, or took nothing for too long."""
+
+
+class KvTransport(ABC):
+    """Writes regions. Any number of writers at a time."""
+
+    @abstractmethod
+    def new_memory(self, num_bytes: int) -> RegionMemory:
+        """Memory of a region that others write to."""
+
+    @abstractmethod
+    def open(
+        self, address: str, region: worker_pb2.TransferRegion, writer: str
+    ) -> AbstractAsyncContextManager[KvWriter]:
+        """A writer of the region of the worker at `address`. writer: instance id of this process.
+
+        Raises MeshError where there is no way there. When it is left, nothing of this process writes there any more;
+        if done() was not called, the receiver learns that the transfer has failed.
         """
 
+    async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:
+        """Writes all bytes of a region, and says the last word. Raises as done()."""
+        async with self.open(address, region, writer) as target:
+            await target.write(0, memory)
+            await target.done(checksum_of(memory))
 
-def checksum_of(memory: ByteArray) -> int:
-    """CRC-32 of all bytes."""
-    return zlib.crc32(memory.data)
+
+def checksum_of(memory: ByteArray, before: int = 0) -> int:
+    """CRC-32 of all bytes, continued from that of what is before them."""
+    return zlib.crc32(memory.data, before)

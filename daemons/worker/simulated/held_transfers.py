@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.core import WorkerCore
-from radixmesh.daemons.worker.kv_transfer.staging import ByteArray
-from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.service import WorkerService
@@ -23,7 +21,10 @@ log = get_logger(__name__)
 
 
 class TransferHolds:
-    """Decides whether a transfer waits, by how many have come to that phase in this process, from 1 on."""
+    """Decides whether a transfer waits, by how many have come to that phase in this process, from 1 on.
+
+    WRITING: all data is sent, the last word is not.
+    """
 
     def __init__(self, faults: FaultInjector) -> None:
         self._faults = faults
@@ -48,17 +49,6 @@ class TransferHolds:
             return 0.0
         log.info("transfer_held", phase=phase.value, number=self._counts[phase], ms=fault.ms)
         return fault.ms / 1000.0
-
-
-class HeldTransport(GrpcTransport):
-    """WRITING: all data is sent, the last word is not."""
-
-    def __init__(self, holds: TransferHolds, tls: TlsFiles | None = None) -> None:
-        super().__init__(tls)
-        self._holds = holds
-
-    async def _before_last_word(self) -> None:
-        await self._holds.wait(FaultKind.WRITING)
 
 
 class HeldService(WorkerService):

@@ -106,9 +106,10 @@ class KernelCompilers:
         )
         self._answering.start()
 
-    def wait(self) -> None:
-        """Returns once what was asked for is compiled, or the process is gone."""
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Returns once what was asked for is compiled, or the process is gone. meanwhile: work of this process."""
         started = time.monotonic()
+        meanwhile()
         if self._answering is None:
             self._talk("")
             return

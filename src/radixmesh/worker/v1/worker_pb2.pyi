@@ -839,7 +839,7 @@ class RenewTransfersResponse(_message.Message):
     def __init__(self, num_renewed: _Optional[int] = ...) -> None: ...
 
 class TransferRegion(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "instance_id", "epoch", "first_token", "num_tokens", "num_bytes", "kv")
+    __slots__ = ("transfer_id", "incarnation", "instance_id", "epoch", "first_token", "num_tokens", "num_bytes", "kv", "shared_memory", "nixl")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -848,6 +848,8 @@ class TransferRegion(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: int
     instance_id: str
@@ -856,23 +858,39 @@ class TransferRegion(_message.Message):
     num_tokens: int
     num_bytes: int
     kv: KvFormat
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ...) -> None: ...
+    shared_memory: SharedMemory
+    nixl: NixlRegion
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., nixl: _Optional[_Union[NixlRegion, _Mapping]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("host", "pid", "fd", "inode")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    pid: int
+    fd: int
+    inode: int
+    def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class WriteTransferRequest(_message.Message):
-    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum")
+    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written")
     REGION_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     LAST_WORD_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     region: TransferRegion
     writer: str
     offset: int
     data: bytes
     last_word: TransferLastWord
     checksum: int
-    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    num_written: int
+    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ...) -> None: ...
 
 class WriteTransferResponse(_message.Message):
     __slots__ = ()

@@ -1,0 +1,162 @@
+"""Transfers that this worker sends: chunks gathered from pages, in order, written to a region elsewhere as they come.
+
+One writer a transfer. It ends with its last chunk, by an abort, with the epoch, or when no chunk comes for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Emission
+from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, StagingPool
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, checksum_of
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+MAX_SENDERS = 256
+"""Transfers that one worker sends at a time."""
+_MAX_WAITING = 64
+_NEXT_CHUNK_S = 120.0
+
+
+class Chunk:
+    """Gathered tokens that wait for their turn. offset: in the region."""
+
+    def __init__(self, offset: int, memory: ByteArray, *, is_last: bool) -> None:
+        self.offset = offset
+        self.memory = memory
+        self.is_last = is_last
+        self.emission = Emission()
+
+
+class KvSender:
+    """Of one transfer. on_over: told whether all was sent, the bytes, and the seconds since the first chunk."""
+
+    def __init__(
+        self,
+        region: worker_pb2.TransferRegion,
+        address: str,
+        stamp: bytes,
+        epoch: int,
+        pool: StagingPool,
+        on_over: Callable[[KvSender, bool, int, float], None],
+    ) -> None:
+        self.region = region
+        self.epoch = epoch
+        self.next_token = region.first_token
+        self._address = address
+        self._stamp = np.frombuffer(stamp, np.uint8)
+        self._pool = pool
+        self._on_over = on_over
+        self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._began = 0.0
+        self._num_bytes = 0
+        self._is_sent = False
+        self._is_ended = False
+
+    async def add(
+        self, first_token: int, num_tokens: int, token_bytes: int, *, is_last: bool,
+        gather: Callable[[ByteArray], Awaitable[object]],
+    ) -> None:  # fmt: skip
+        """Gathers the next tokens; returns when their pages are the caller's again.
+
+        Raises INVALID_ARGUMENT for tokens that are not the next ones, OVERLOADED, TRANSFER_FAILED for a transfer that
+        is over, and what gather() raises.
+        """
+        end = first_token + num_tokens
+        region_end = self.region.first_token + self.region.num_tokens
+        is_whole = num_tokens % CHUNK_TOKENS == 0 or end == region_end
+        is_next = first_token == self.next_token and num_tokens > 0 and end <= region_end and is_whole
+        if not is_next or is_last != (end == region_end):
+            message = (
+                f"tokens {first_token} to {end} are not the next ones: send from {self.next_token} on, by multiples of "
+                f"{CHUNK_TOKENS}, up to {region_end}"
+            )
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
+        if self.is_over():
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the transfer is over: prefill again")
+        if self._chunks.qsize() >= _MAX_WAITING:
+            message = f"{_MAX_WAITING} chunks wait to be written: send larger ones"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        size = num_tokens * token_bytes
+        offset = STAMP_BYTES + (first_token - self.region.first_token) * token_bytes
+        self._pool.take(size)
+        self.next_token = end
+        chunk = Chunk(offset, np.empty(size, np.uint8), is_last=is_last)
+        try:
+            await gather(chunk.memory)
+        except BaseException:
+            chunk.emission.abort()
+            self._pool.give_back(size)
+            self.cancel()
+            raise
+        chunk.emission.gathered()
+        if self.is_over():
+            self._let_go(chunk, is_sent=False)
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the transfer is over: prefill again")
+        self._chunks.put_nowait(chunk)
+
+    def is_over(self) -> bool:
+        """True if nothing more is sent."""
+        return self._is_ended
+
+    def start(self, transport: KvTransport, writer: str) -> None:
+        """Begins to write."""
+        self._began = time.monotonic()
+        self._task = asyncio.ensure_future(self._run(transport, writer))
+        # A task that is cancelled before it runs has no last line.
+        self._task.add_done_callback(self._over)
+
+    def cancel(self) -> None:
+        """Ends it. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, transport: KvTransport, writer: str) -> None:
+        try:
+            async with transport.open(self._address, self.region, writer) as target:
+                await target.write(0, self._stamp)
+                checksum = checksum_of(self._stamp)
+                is_last = False
+                while not is_last:
+                    async with asyncio.timeout(_NEXT_CHUNK_S):
+                        chunk = await self._chunks.get()
+                    try:
+                        await target.write(chunk.offset, chunk.memory)
+                        checksum = await asyncio.to_thread(checksum_of, chunk.memory, checksum)
+                    except BaseException:
+                        self._let_go(chunk, is_sent=False)
+                        raise
+                    self._let_go(chunk, is_sent=True)
+                    is_last = chunk.is_last
+                await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
+                await target.done(checksum_of(self._stamp, checksum))
+            self._is_sent = True
+        except (MeshError, TimeoutError) as error:
+            message = str(error) or "no chunk came"
+            log.info("kv_not_sent", transfer=self.region.transfer_id, peer=self._address, error=message)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._is_ended = True
+        while not self._chunks.empty():
+            self._let_go(self._chunks.get_nowait(), is_sent=False)
+        self._on_over(self, self._is_sent, self._num_bytes, time.monotonic() - self._began)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("kv_sender_failed", transfer=self.region.transfer_id, error=repr(error))
+
+    def _let_go(self, chunk: Chunk, *, is_sent: bool) -> None:
+        """The transport reads the chunk no more."""
+        chunk.emission.handle_over(is_sent=is_sent)
+        if is_sent:
+            self._num_bytes += len(chunk.memory)
+        assert chunk.emission.is_buffer_free
+        self._pool.give_back(len(chunk.memory))

@@ -1,0 +1,161 @@
+"""KV transfers through memory that two workers of one host map.
+
+A region is an anonymous file (memfd) of its own, behind it a page of control. The receiver has it open; a writer opens
+it by way of the receiver's process, holds a shared lock on it for as long as it may write, and looks at the control
+page once it has the lock. The receiver that gives a region up first marks that page, then asks for the lock alone: if
+it gets that, no writer has it and none can get it any more, be it dead or late. The kernel drops the locks of a dead
+process. A region's memory is never another's: what a late writer still writes lies in memory that nobody reads.
+
+Words and refusals go over gRPC, and so does the KV of writers that cannot map the region.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory
+from radixmesh.worker.v1 import worker_pb2
+
+_NAME = "radixmesh-kv"
+_CONTROL_BYTES = mmap.PAGESIZE
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_COPY_BYTES = 16 << 20
+
+
+@cache
+def host_name() -> str:
+    """Equal for processes that can name each other's process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class SharedMemory(RegionMemory):
+    """A region as its receiver has it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._fd: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        size = num_bytes + _CONTROL_BYTES
+        os.ftruncate(self._fd, size)
+        # Nobody can shrink it below what others have mapped.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+        self.array = self._bytes[:num_bytes]
+
+    @property
+    def writes_are_seen(self) -> bool:
+        return False
+
+    def describe(self, region: worker_pb2.TransferRegion) -> None:
+        assert self._fd is not None
+        inode = os.fstat(self._fd).st_ino
+        region.shared_memory.CopyFrom(
+            worker_pb2.SharedMemory(host=host_name(), pid=os.getpid(), fd=self._fd, inode=inode)
+        )
+
+    def is_writer_gone(self) -> bool:
+        if self._fd is None:
+            return True
+        self._bytes[len(self.array)] = 1
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class SharedMemoryTransport(GrpcTransport):
+    """Between workers of one host; over gRPC to any other."""
+
+    def new_memory(self, num_bytes: int) -> RegionMemory:
+        return SharedMemory(num_bytes)
+
+    @asynccontextmanager
+    async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
+        async with super().open(address, region, writer) as words:
+            assert isinstance(words, GrpcWriter)
+            fd = _opened(region)
+            if fd is None:
+                yield words
+                return
+            try:
+                yield await _SharedWriter.begun(words, fd, region)
+            finally:
+                # The mapping has a copy of the descriptor: closing this one alone would not give the lock back.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                os.close(fd)
+
+
+class _SharedWriter(KvWriter):
+    def __init__(self, words: GrpcWriter, target: ByteArray) -> None:
+        self._words = words
+        self._target = target
+
+    @classmethod
+    async def begun(cls, words: GrpcWriter, fd: int, region: worker_pb2.TransferRegion) -> _SharedWriter:
+        """Raises TRANSFER_FAILED for a region that was given up."""
+        # The receiver hears of its writer before that writes.
+        await words.begin()
+        target = np.frombuffer(mmap.mmap(fd, region.num_bytes + _CONTROL_BYTES), np.uint8)
+        if target[region.num_bytes]:
+            message = "the region was given up: its transfer is over"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+        return cls(words, target[: region.num_bytes])
+
+    async def write(self, offset: int, data: ByteArray) -> None:
+        for start in range(0, len(data), _COPY_BYTES):
+            part = data[start : start + _COPY_BYTES]
+            await _to_the_end(self._target[offset + start : offset + start + len(part)], part)
+            await self._words.wrote(len(part))
+
+    async def done(self, checksum: int) -> None:
+        await self._words.done(checksum)
+
+
+async def _to_the_end(target: ByteArray, source: ByteArray) -> None:
+    """Copies on another thread. Cancelled, it waits for that all the same: the memory would be another's."""
+    copying = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
+    try:
+        await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        await asyncio.wait((copying,))
+        raise
+
+
+def _opened(region: worker_pb2.TransferRegion) -> int | None:
+    """The region's file, locked; None where there is none that this process can open."""
+    memory = region.shared_memory
+    if not region.HasField("shared_memory") or memory.host != host_name():
+        return None
+    fd = -1
+    path = f"/proc/{memory.pid}/fd/{memory.fd}"
+    with suppress(OSError):
+        # A peer names it: nothing but a region is opened, whatever else that process has open.
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        status = os.fstat(fd)
+        # The receiver's alone asks for the lock without others, and gives it back at once.
+        if status.st_ino == memory.inode and status.st_size == region.num_bytes + _CONTROL_BYTES:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return fd
+    if fd >= 0:
+        os.close(fd)
+    return None

@@ -1,0 +1,109 @@
+"""Ranks of the cuda backend behind one scheduler over gRPC, on CPUs: its runner on the host's device, sums by gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from mesh.test_tensor_parallel import go, lose_a_write, seem_lost
+from support.cpu_ranks import NUM_TOKENS, TIMEOUT_S, Ranks, ranks_of, recited, scheduler_on, texts
+from support.serve_client import serve_client
+from triton.runtime import interpreter
+
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+from radixmesh.daemons.worker.config import Backend
+from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter"),
+]
+WORKER = {
+    "backend": Backend.CUDA,
+    "dtype": "float32",
+    "attention_backend": "torch",
+    "page_size": 1,
+    "num_pages": NUM_TOKENS,
+    "max_total_len": 512,
+    "max_tokens_per_step": 64,
+    "cuda_graphs": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_runner(
+        folder: Path, settings: load.DeviceSettings, *rest: object, index: int, ranks: RankGroup
+    ) -> DeviceRunner:
+        device = HostDevice()
+        group = create_device_group(settings.tp_collectives, ranks, device)
+        runner = load.load_device_runner(folder, replace(settings, use_pdl=False), device, group)
+        runner.warm_up()
+        return runner
+
+    monkeypatch.setattr(load, "load_cuda_runner", load_runner)
+    # The interpreter has one grid for all threads.
+    lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def launch_alone(self: object, *args: object, **kwargs: object) -> object:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size"),
+    [
+        ("tiny-llama", 2),
+        pytest.param("tiny-deepseek", 2, marks=pytest.mark.slow),
+        pytest.param("tiny-llama", 4, marks=pytest.mark.full),
+        pytest.param("tiny-deepseek", 4, marks=pytest.mark.full),
+    ],
+)
+async def test_the_tiny_models_recite(model: str, tp_size: int) -> None:
+    """In chunks, with retraction, and again from the cache."""
+    chosen = texts(model, 6)
+    async with (
+        ranks_of(model, tp_size, **WORKER) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        await recited(client, chosen)
+        await recited(client, chosen)
+        counters = daemon.daemon.loop.planner.counters
+        assert counters.num_retracted and counters.cached_tokens, repr(counters)
+
+
+@pytest.mark.parametrize(
+    ("mishap", "rank"),
+    [
+        (go, 1),
+        pytest.param(go, 0, marks=pytest.mark.slow),
+        pytest.param(lose_a_write, 1, marks=pytest.mark.slow),
+        pytest.param(seem_lost, 0, marks=pytest.mark.slow),
+    ],
+)
+async def test_a_mishap_while_texts_are_recited(mishap: Callable[[Ranks, int], Awaitable[None]], rank: int) -> None:
+    chosen = texts("tiny-llama", 6)
+    async with (
+        ranks_of("tiny-llama", 2, **WORKER) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        reciting = asyncio.ensure_future(recited(client, chosen))
+        await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
+        await mishap(ranks, rank)
+        await reciting
+        core = ranks.workers[1 - rank].daemon.core
+        assert mishap is lose_a_write or core.ledger.group_generation > 1, "the survivor has joined again"
+        await recited(client, chosen)

@@ -1,0 +1,168 @@
+"""The contract of all KV transports: what a writer writes arrives, and what was given up is nobody else's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from mesh.test_kv_transfer import TIMEOUT_S, Pair, pair
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer import shared_memory
+from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
+from radixmesh.worker.v1 import worker_pb2
+
+KINDS = [*TransferTransport, "elsewhere"]
+"""elsewhere: shared memory of another host."""
+
+
+@asynccontextmanager
+async def receiver(kind: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Pair, KvTransport]]:
+    """Workers that have no scheduler's requests, and a transport of that kind to the second one."""
+    given = TransferTransport.SHARED_MEMORY if kind == "elsewhere" else TransferTransport(kind)
+    async with pair(transfer_transport=given) as both:
+        if kind == "elsewhere":
+            monkeypatch.setattr(shared_memory, "host_name", lambda: "another")
+        yield both, make_transport(given)
+
+
+def data_of(region: worker_pb2.TransferRegion) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, region.num_bytes, np.uint8)
+
+
+async def until(is_true) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_bytes_arrive_in_whatever_pieces_they_are_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with receiver(kind, monkeypatch) as (both, transport):
+        transfers = both.core(1).transfers
+        for name, cuts in (("a", [0]), ("b", [0, 1, 100, 101])):
+            region = await both.prepare(name)
+            held, data = transfers.receiver.get(name), data_of(region)
+            async with transport.open(both.workers[1].address, region, "w") as writer:
+                for start, end in zip(cuts, [*cuts[1:], len(data)], strict=True):
+                    await writer.write(start, data[start:end])
+                await writer.done(checksum_of(data))
+            assert held.reception.state is ReceiveState.WRITTEN and held.num_written == region.num_bytes
+            assert held.memory is not None and (held.memory == data).all()
+            transfers.abort(name)
+            assert held.memory is None and not transfers.staging.num_bytes, "the last word was said"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_refused_or_broken_off_fails_on_both_sides(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with receiver(kind, monkeypatch) as (both, transport):
+        address, transfers = both.workers[1].address, both.core(1).transfers
+        region = await both.prepare("a")
+        data = data_of(region)
+        with pytest.raises(MeshError, match="failed"):
+            async with transport.open(address, region, "w") as writer:
+                await writer.write(0, data)
+                await writer.done(1)
+        region = await both.prepare("b")
+        reception = transfers.receiver.get("b").reception
+        with pytest.raises(ZeroDivisionError):
+            async with transport.open(address, region, "w") as writer:
+                await writer.write(0, data[:100])
+                await until(lambda: reception.state is ReceiveState.WRITING)
+                raise ZeroDivisionError
+        await until(lambda: reception.failure is Failure.WRITER_GONE)
+        await until(lambda: not transfers.staging.num_bytes)
+        stranger = worker_pb2.TransferRegion()
+        stranger.CopyFrom(region)
+        stranger.incarnation += 1
+        with pytest.raises(MeshError):
+            await transport.send(address, stranger, "w", data)
+        with pytest.raises(MeshError):
+            await transport.send("127.0.0.1:1", region, "w", data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_region_that_was_given_up_takes_no_writer_and_is_free(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with receiver(kind, monkeypatch) as (both, transport):
+        transfers = both.core(1).transfers
+        region = await both.prepare()
+        transfers.abort("t")
+        assert not transfers.staging.num_bytes, "nobody had begun"
+        with pytest.raises(MeshError):
+            await transport.send(both.workers[1].address, region, "w", data_of(region))
+        again = await both.prepare()
+        held = transfers.receiver.get("t")
+        assert again.incarnation != region.incarnation and held.memory is not None and not held.memory.any()
+
+
+@pytest.mark.parametrize("how", ["dies", "ends"])
+async def test_shared_memory_is_its_writers_until_that_process_is_gone(how: str) -> None:
+    async with pair(transfer_transport=TransferTransport.SHARED_MEMORY) as both:
+        transfers = both.core(1).transfers
+        region = await both.prepare()
+        held = transfers.receiver.get("t")
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=hold_and_write, args=(region.SerializeToString(), theirs))
+        process.start()
+        try:
+            assert await asyncio.to_thread(ours.poll, TIMEOUT_S) and ours.recv() == "locked"
+            transfers.abort("t")
+            await asyncio.sleep(0.5)
+            assert transfers.receiver.num_quarantined_bytes == transfers.staging.num_bytes == region.num_bytes
+            if how == "dies":
+                process.kill()
+            else:
+                ours.send("write")
+                assert await asyncio.to_thread(ours.poll, TIMEOUT_S) and ours.recv() == "written"
+            await until(lambda: not transfers.staging.num_bytes)
+            assert held.memory is None and not len(transfers.receiver)
+        finally:
+            process.kill()
+            process.join()
+
+
+def test_nothing_but_a_region_is_opened(tmp_path) -> None:
+    memory = shared_memory.SharedMemory(100)
+    region = worker_pb2.TransferRegion(num_bytes=100)
+    memory.describe(region)
+    fd = shared_memory._opened(region)
+    assert fd is not None and not memory.is_writer_gone()
+    os.close(fd)
+    assert memory.is_writer_gone()
+    with open(tmp_path / "file", "wb+") as file:
+        file.truncate(os.fstat(region.shared_memory.fd).st_size)
+        region.shared_memory.fd, region.shared_memory.inode = file.fileno(), os.fstat(file.fileno()).st_ino
+        assert shared_memory._opened(region) is None
+    memory.describe(region)
+    for field in ("inode", "pid", "fd"):
+        other = worker_pb2.TransferRegion()
+        other.CopyFrom(region)
+        setattr(other.shared_memory, field, 99999)
+        assert shared_memory._opened(other) is None, field
+    region.num_bytes += 1
+    assert shared_memory._opened(region) is None, "of another size"
+    memory.close()
+
+
+def hold_and_write(region_bytes: bytes, pipe) -> None:
+    """A writer of another process, that has the region open and writes when it is told."""
+    region = worker_pb2.TransferRegion.FromString(region_bytes)
+    fd = shared_memory._opened(region)
+    assert fd is not None
+    pipe.send("locked")
+    pipe.recv()
+    os.pwrite(fd, b"late" * 8, 0)
+    os.close(fd)
+    pipe.send("written")
+    time.sleep(60)
