@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from mesh.test_kills import kill_all
+from support.cpu_ranks import NUM_TOKENS, ranks_of, recited, scheduler_on
+from support.cpu_ranks import texts as ranks_texts
 from support.running_daemon import running
 from support.serve_client import serve_client
 
@@ -92,6 +94,31 @@ async def test_recitation_with_a_fraction_of_the_memory(model: str, policy: str,
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 async def test_recitation_by_every_policy_and_page_size(model: str, policy: str, page_size: int) -> None:
     await recite(model, policy, page_size)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "dp_size"), [("tiny-deepseek", 2, 1), pytest.param("tiny-llama", 2, 2, marks=pytest.mark.full)]
+)
+async def test_ranks_load_their_shares_together(model: str, tp_size: int, dp_size: int) -> None:
+    """A rank that is lost takes its host memory along: the group is formed anew, without KV on any rank."""
+    chosen = ranks_texts(model, 6)
+    pages = NUM_TOKENS // 4 // dp_size
+    async with (
+        ranks_of(model, tp_size, dp_size, num_pages=pages, page_size=4, host_kv_bytes=8 << 20) as ranks,
+        scheduler_on(ranks, decode_reserve_tokens=16) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        planner = daemon.daemon.loop.planner
+        for number in range(4):
+            if number == 2:
+                await ranks.restart(tp_size * dp_size - 1)
+            for text in chosen:
+                await recited(client, [text])
+            state = planner.state
+            assert state is not None
+            if number % 2:
+                assert sum(host.counters.loaded for host in state.hosts) > 0, number
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from radixmesh.daemons.scheduler.planning import prefill
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Outputs
+from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
@@ -35,7 +36,14 @@ class DpWorld:
     """A planner and one simulated worker a rank; plans go over the wire's bytes."""
 
     def __init__(
-        self, num_ranks: int, *, num_slots: int = 4, num_pages: int = 96, max_tokens_per_row: int = 1, **choices: object
+        self,
+        num_ranks: int,
+        *,
+        num_slots: int = 4,
+        num_pages: int = 96,
+        max_tokens_per_row: int = 1,
+        num_host_pages: int = 0,
+        **choices: object,
     ) -> None:
         self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=0.0)
         common = {
@@ -52,11 +60,15 @@ class DpWorld:
             else UnevenRunner(**common, clock=VirtualClock(), max_tokens_per_row=max_tokens_per_row, row_seed=rank)
             for rank in range(num_ranks)
         ]
+        if num_host_pages:
+            for runner in runners:
+                runner.add_host_pool(16 * num_host_pages)
         self.executors = [StepExecutor(r, num_slots=num_slots, max_tokens_per_step=32) for r in runners]
         self.group = GroupInfo(
             page_size=2,
             num_pages=num_pages,
             num_slots=num_slots,
+            num_host_pages=num_host_pages,
             dp_size=num_ranks,
             max_tokens_per_step=32,
             max_plans_in_flight=4,
@@ -82,7 +94,9 @@ class DpWorld:
         for executor in self.executors:
             executor.begin_epoch(self.epoch)
             parts, names = executor.snapshot()
-            snapshots.append(CacheSnapshot(records=joined_records(parts), names=tuple(names)))
+            host = executor.host_snapshot()
+            of_host = None if host is None else CacheSnapshot(records=joined_records(host[0]), names=tuple(host[1]))
+            snapshots.append(CacheSnapshot(records=joined_records(parts), names=tuple(names), host=of_host))
         return self.planner.begin_epoch(self.epoch, self.group, snapshots)
 
     def submit(self, prompt: list[int], max_tokens: int = 8) -> Record:
@@ -148,6 +162,27 @@ class DpWorld:
                 if any(admit.request_id == record.submission.key.request_id for admit in section.admits):
                     return rank
         raise AssertionError("never admitted")
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_each_rank_has_a_host_tier_of_its_own(policy: str) -> None:
+    rng = np.random.default_rng(2)
+    tiers = TierSettings(policy=WritePolicy(policy))
+    world = DpWorld(3, num_pages=40, num_host_pages=200, tiers=tiers)
+    prompts = [rng.integers(2, VOCAB_SIZE, 40).tolist() for _ in range(9)]
+    for number in range(3):
+        for prompt in prompts:
+            world.submit(prompt, max_tokens=4)
+        world.run()
+        if number == 1:
+            assert world.begin_epoch() > 0
+    world.check()
+    state = world.planner.state
+    assert state is not None and len(state.hosts) == 3
+    assert all(host.counters.loaded and not host.find_violation() for host in state.hosts)
+    moves = [(rank, bool(s.saves), bool(s.loads)) for each in world.sections for rank, s in enumerate(each)]
+    assert {rank for rank, has_saves, _ in moves if has_saves} == {0, 1, 2}
+    assert {rank for rank, _, has_loads in moves if has_loads} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

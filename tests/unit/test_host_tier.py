@@ -316,3 +316,26 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
     assert host.counters.evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
     assert not host.find_violation()
+
+
+def test_the_time_of_loads_is_counted():
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    world.submit(prompts(6)[0])
+    world.plan()
+    world.now += 0.25
+    world.run(1)
+    assert world.planner.loads.wait_s == pytest.approx(0.25)
+    assert world.planner.loads.num_tokens == 59
+
+
+def test_one_plan_saves_to_a_host_page_once():
+    """Host memory for less than what is saved before the next plan: what is evicted meanwhile is not saved."""
+    host = HostCache(4, 2, tier("write_through"), "lru")
+    names = Namespace("", 1)
+    for start in (0, 10, 20):
+        host.keep(names, np.arange(start, start + 6, dtype=np.int32), np.arange(start, start + 3, dtype=np.int32))
+    saves = host.take_saves()
+    targets = np.concatenate([save.host_pages for save in saves])
+    assert len(np.unique(targets)) == len(targets) == host.counters.saved == host.pages.num_used == 4
+    assert [save.device_pages.tolist() for save in saves] == [[10], [20, 21, 22]]

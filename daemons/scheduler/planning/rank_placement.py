@@ -84,7 +84,7 @@ def rank_order(
         likely = [rank for rank in state.recent.ranks_of(sequence) if has_room[rank]]
         chosen = np.unique(np.concatenate([cheap, np.array(likely, np.int64)]))
     for rank in chosen.tolist():
-        matched[rank] = state.ranks[rank].probe(sequence).num_pages * state.group.page_size
+        matched[rank] = state.ranks[rank].num_found(sequence) * state.group.page_size
     costs = _costs(num_tokens, loads, matched)[chosen]
     order: list[int] = chosen[np.argsort(costs, kind="stable")].tolist()
     return order

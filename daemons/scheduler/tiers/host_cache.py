@@ -7,7 +7,7 @@ save in the order of plans: what one plan saves can be loaded by the same plan, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -148,6 +148,20 @@ class HostCache:
         self.pages.give_back(np.concatenate([all_pages[num_held : max(num_held, num_known)], pages[num_fetched:]]))
         self.release(held)
 
+    def _drop_saves(self, evicted: IntArray) -> None:
+        """Saves that are not sent and whose host pages are others' now: one plan saves to a page once."""
+        saves, self._saves = self._saves, []
+        for move in saves:
+            # The ends of prefixes go first: of a run, its last pages.
+            num = int(np.count_nonzero(~np.isin(move.host_pages, evicted)))
+            self._num_unsent -= len(move.host_pages) - num
+            self.counters.saved -= len(move.host_pages) - num
+            if num == len(move.host_pages):
+                self._saves.append(move)
+            elif num:
+                device_pages, host_pages = move.device_pages[:num], move.host_pages[:num]
+                self._saves.append(replace(move, device_pages=device_pages, host_pages=host_pages))
+
     def flush(self) -> None:
         """Empties the cache; nothing of it is held."""
         self.pages.give_back(self.cache.reset())
@@ -172,4 +186,5 @@ class HostCache:
             evicted = self.cache.evict(num - self.pages.num_free)
             self.pages.give_back(evicted)
             self.counters.evicted += len(evicted)
+            self._drop_saves(evicted)
         return self.pages.take(num)

@@ -63,6 +63,7 @@ class KvLoads:
         self._loads: dict[int, KvLoad] = {}
         self._moves: list[PageMove] = []
         self._impatient: set[Sequence] = set()
+        self._begun: list[float] = []
         self._last_op = 0
         self._now = 0.0
         self._turns_left = MAX_TURNS
@@ -136,7 +137,7 @@ class KvLoads:
             load.is_loaded = True
             self.num_loads += 1
             self.num_tokens += len(load.pages) * state.group.page_size
-            self.wait_s += max(0.0, self._now - load.begun_s)
+            self._begun.append(load.begun_s)
             for sequence in load.sequences:
                 self._queue.unpark(sequence)
 
@@ -151,6 +152,9 @@ class KvLoads:
     def pass_time(self, state: EpochState, now: float) -> None:
         """Ends what takes too long, and lets go of what its requests have taken. Call before each plan."""
         self._now = now
+        # The plan that follows on their results: what tells of results has no clock.
+        self.wait_s += sum(now - begun_s for begun_s in self._begun)
+        self._begun.clear()
         self._turns_left = MAX_TURNS
         if self._impatient:
             self._impatient = {s for s in self._impatient if s.lifecycle is Lifecycle.WAITING}

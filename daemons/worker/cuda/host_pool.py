@@ -7,8 +7,10 @@ load:                      +-- waits for step k, and for saves of its pages -- l
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +25,9 @@ from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
-# Of one registration: the driver pins page by page and holds a lock meanwhile.
-_REGISTER_BYTES = 1 << 30
+# Of one registration, a multiple of the largest page of memory; and threads that register at a time.
+_LOCKED_WORDS = 1 << 28
+_LOCKING_THREADS = 8
 
 
 class _Copy(NamedTuple):
@@ -119,13 +122,20 @@ def locked_words(num: int) -> torch.Tensor:
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
     """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def lock(start: int) -> None:
+        part = words[start : start + _LOCKED_WORDS]
+        part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
+        torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
+
     try:
-        words = torch.from_numpy(np.empty(num, np.int32))
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        end = words.data_ptr() + 4 * num
-        for start in range(words.data_ptr(), end, _REGISTER_BYTES):
-            torch.cuda.check_error(int(runtime.cudaHostRegister(start, min(_REGISTER_BYTES, end - start), 0)))
-    except (MemoryError, RuntimeError) as error:
+        memory = mmap.mmap(-1, 4 * num)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        words = torch.frombuffer(memory, dtype=torch.int32)
+        with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
+            list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
+    except (MemoryError, OSError, RuntimeError) as error:
         message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
     return words
