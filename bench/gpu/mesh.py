@@ -5,7 +5,8 @@
 
 out_tok_s: output tokens over the time from the submission of the first request to the last token. device_busy: share of
 that time in which steps ran, by the worker's own device times. roofline_share: the least time that the GPU's memory and
-arithmetic allow, of the time taken.
+arithmetic allow, of the time taken. drafted, accepted: drafts that steps computed and kept, where the worker drafts, as
+its scheduler counts them; each of either is a list by the draft's number in its row.
 """
 
 from __future__ import annotations
@@ -41,24 +42,36 @@ _START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:
-    metrics = f"127.0.0.1:{free_port()}"
+    metrics, of_scheduler = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=_START_S) as processes:
             started = time.monotonic()
             os.environ["EXPERTS_HIT"] = str(Path(folder) / "experts-hit.json")
             through = (str(Path(__file__).with_name("count_experts.py")), "-m") if args.count_experts else ("-m",)
-            await processes.start("worker", "worker", worker_flags(args, Path(folder), metrics), through=through)
+            flags = worker_flags(args, Path(folder), metrics)
+            names = ["worker", *(f"rank-{rank}" for rank in range(1, args.ranks))]
+            starts = [
+                processes.start(name, "worker", {**flags, **rank_flags(rank, args.ranks)}, through=through)
+                for rank, name in enumerate(names)
+            ]
+            await asyncio.gather(*starts)
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
-            scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
-            scheduler.setdefault("chunk_tokens", 8192)
+            workers = ",".join(processes.address(name) for name in names)
+            scheduler = {"workers": workers, "pipeline_depth": args.depth, **_flags(args.scheduler)}
+            scheduler = {"chunk_tokens": 8192, "metrics_listen": of_scheduler, **scheduler}
             await processes.start("scheduler", "scheduler", scheduler)
             results: dict[str, object] = {}
             try:
                 for name in args.workloads:
+                    before = await _drafts(of_scheduler)
                     rows = [await _run(processes, name, metrics, run, args) for run in range(args.runs)]
                     best = max(rows, key=lambda row: float(str(row["out_tok_s"])))
-                    results[name] = {**best, "runs": [row["out_tok_s"] for row in rows]}
+                    results[name] = {
+                        **best,
+                        **_since(before, await _drafts(of_scheduler)),
+                        "runs": [row["out_tok_s"] for row in rows],
+                    }
                     print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             except BaseException:
                 for process in ("worker", "scheduler"):
@@ -73,6 +86,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
+        "ranks": args.ranks,
         "start_s": round(started, 2),
         "memory": memory_at_start(start_log),
         "start_log": start_log,
@@ -115,7 +129,9 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         "ms_per_step": round(wall / max(1, after_steps - steps) * 1e3, 3),
         "worker_cores": round((cpu_s(processes.pid("worker")) - cpu["worker"]) / wall, 2),
         "scheduler_cores": round((cpu_s(processes.pid("scheduler")) - cpu["scheduler"]) / wall, 2),
-        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / wall, 4),
+        "roofline_share": round(
+            workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / args.ranks / wall, 4
+        ),
     }
 
 
@@ -145,6 +161,15 @@ def worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[s
     }
 
 
+def rank_flags(rank: int, num_ranks: int) -> dict[str, object]:
+    """Flags of a worker that holds the model together with others; those of rank 0 are left as they are."""
+    if num_ranks == 1:
+        return {}
+    flags: dict[str, object] = {"tp_size": num_ranks, "tp_rank": rank, "group_host": "127.0.0.1"}
+    flags["cuda_device"] = rank % max(1, torch.cuda.device_count())
+    return flags if rank == 0 else {**flags, "metrics_listen": f"127.0.0.1:{free_port()}"}
+
+
 def _quantization(args: argparse.Namespace) -> str:
     return str(_flags(args.worker).get("quantization", "none"))
 
@@ -158,6 +183,25 @@ async def device_steps(metrics: str) -> tuple[float, float]:
     text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("radixmesh_step_seconds_"))
     return float(values["radixmesh_step_seconds_sum"]), float(values["radixmesh_step_seconds_count"])
+
+
+async def _drafts(metrics: str) -> dict[str, list[int]]:
+    """Drafts so far, by the draft's number in its row, from a scheduler's metrics."""
+    text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")
+    names = {"drafted": "radixmesh_drafted_tokens_total", "accepted": "radixmesh_accepted_draft_tokens_total"}
+    return {
+        name: [int(float(line.rsplit(" ", 1)[1])) for line in text.splitlines() if line.startswith(series + "{")]
+        for name, series in names.items()
+    }
+
+
+def _since(before: Mapping[str, list[int]], after: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The drafts of all runs of a workload; nothing where there are none."""
+    return {
+        name: [number - (before[name][index] if index < len(before[name]) else 0) for index, number in enumerate(of)]
+        for name, of in after.items()
+        if sum(of) > sum(before[name])
+    }
 
 
 def _get(url: str) -> str:
@@ -200,6 +244,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-3b")
     parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="workers that hold the model together, a GPU each")
     parser.add_argument("--pipeline-depth", "--depth", dest="depth", default="auto")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)

@@ -70,6 +70,16 @@ SHAPES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
         "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
     },
+    "llama-3.1-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
+    },
     "qwen3-4b": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

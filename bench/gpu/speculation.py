@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=200)
     args = parser.parse_args()
-    runner = verifying_runner(args.shape, max(args.rows))
+    runner = verifying_runner(args.shape, max(args.rows), args.drafts)
     with torch.inference_mode():
         runner.model._head._w_NK.zero_()
     bench = SpeculationBench(runner, num_slots=max(args.rows))

@@ -45,7 +45,7 @@ class Bench:
         self._rng = np.random.default_rng(0)
         with torch.inference_mode():
             for layer in range(runner.num_layers):
-                for plane in ("keys", "values"):
+                for plane in runner.pool.plane_names:
                     tokens = runner.pool.tokens(plane, layer)
                     # Slices: not every dtype of pages has random numbers of its own.
                     for part in tokens.split(1 << 18):

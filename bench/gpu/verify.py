@@ -17,7 +17,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,6 +35,7 @@ from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.drafter import EachRow
+from radixmesh.daemons.worker.speculation.settings import Speculation
 
 _DRAFT = 11
 
@@ -99,8 +100,15 @@ def _admit(slot: int, prompt_len: int, max_total_len: int) -> Admit:
     )
 
 
-def verifying_runner(shape: str, num_slots: int) -> DeviceRunner:
-    """Random weights of that shape, with kernels that take drafts."""
+def verifying_runner(
+    shape: str,
+    num_slots: int,
+    max_drafts: int,
+    speculation: Speculation | None = None,
+    prepare: Callable[[Path], None] = lambda folder: None,
+) -> DeviceRunner:
+    """Random weights of that shape, with kernels that take drafts, and GEMMs tuned for max_drafts of a row.
+    speculation: of a network that drafts. prepare: completes the model's folder."""
     settings = DeviceSettings(
         dtype="bfloat16",
         attention_backend="triton",
@@ -114,27 +122,31 @@ def verifying_runner(shape: str, num_slots: int) -> DeviceRunner:
         cuda_graphs=True,
         use_pdl=True,
         deterministic=False,
+        speculation=speculation,
+        max_drafts=max_drafts,
     )
     with tempfile.TemporaryDirectory() as folder:
-        return load_cuda_runner(write_shape(shape, Path(folder)), settings)
+        path = write_shape(shape, Path(folder))
+        prepare(path)
+        return load_cuda_runner(path, settings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 5, 8])
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=24)
     args = parser.parse_args()
-    runner = verifying_runner(args.shape, max(args.rows))
-    bench = VerifyBench(runner, num_slots=max(args.rows))
-    bench.decode(1, 200, 100)
     cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
-    plain = {case: bench.decode(*case, args.steps)[0] * 1e3 for case in cases}
-    print(json.dumps({str(case): round(ms, 3) for case, ms in plain.items()}), file=sys.stderr, flush=True)
     results = []
     for positions in args.positions:
+        runner = verifying_runner(args.shape, max(args.rows), positions - 1)
+        bench = VerifyBench(runner, num_slots=max(args.rows))
+        bench.decode(1, 200, 100)
+        plain = {case: bench.decode(*case, args.steps)[0] * 1e3 for case in cases}
+        print(json.dumps({str(case): round(ms, 3) for case, ms in plain.items()}), file=sys.stderr, flush=True)
         runner.verify(EachRow(wrong_drafts), max_drafts=positions - 1, graph_rows=tuple(sorted(args.rows)))
         for num_rows, context in cases:
             got = bench.verify(num_rows, context, args.steps)
@@ -143,6 +155,9 @@ def main() -> None:
             of_plain = {"plain_ms": round(plain[num_rows, context], 3), "ratio": round(ratio, 3)}
             results.append({**case, **got, **of_plain, "break_even": round(ratio - 1, 3)})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+        # A worker has the memory to itself.
+        del runner, bench
+        torch.cuda.empty_cache()
     output = {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",

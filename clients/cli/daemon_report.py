@@ -137,6 +137,19 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
         "group_generation": what.group_generation,
     }
     load = f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
+    if reply.HasField("transfers"):
+        kv = reply.transfers
+        load += f", KV {kv.num_sending} sending {kv.num_receiving} receiving, {kv.num_failed} failed"
+        load += f", {kv.quarantined_bytes} bytes quarantined" if kv.quarantined_bytes else ""
+        figures |= {
+            "kv_sending": kv.num_sending,
+            "kv_receiving": kv.num_receiving,
+            "kv_staging_bytes": kv.staging_bytes,
+            "kv_quarantined_bytes": kv.quarantined_bytes,
+            "kv_sent": kv.num_sent,
+            "kv_received": kv.num_received,
+            "kv_failed": kv.num_failed,
+        }
     return _Answer(reply.highest_epoch, load, figures)
 
 

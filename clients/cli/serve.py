@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help=f"processes that hold the model together (tensor parallelism), 1 to {_MOST_RANKS}; with --gpu cpu so far",
+        help=f"processes that hold the model together (tensor parallelism), 1 to {_MOST_RANKS}; a GPU each, or CPUs",
     )
     parser.add_argument("--api-keys-file", type=Path, help="keys that clients must send: docs/security.md")
     parser.add_argument("-p", "--project", help="name of this cluster (default radixmesh-serve)")
@@ -119,8 +119,10 @@ def _worker_flags(options: argparse.Namespace, folder: Path, name: str, model: C
     gpus = count_gpus() if options.gpu != "cpu" and not model.is_cpu_only else 0
     if options.gpu == "cuda" and gpus == 0:
         raise ModelCheckError("--gpu cuda: the driver shows no NVIDIA GPU here; leave it out, or say --gpu cpu")
-    if gpus and options.tp > 1:
-        raise ModelCheckError(f"--tp {options.tp}: GPUs do not share a model yet; say --gpu cpu, or leave it at 1")
+    if 0 < gpus < options.tp:
+        raise ModelCheckError(
+            f"--tp {options.tp}: this machine has {gpus} GPUs; choose at most {gpus}, or say --gpu cpu"
+        )
     flags = ["--model", str(folder), "--served-model-name", name, "--backend", "cuda" if gpus else "cpu"]
     if options.no_generation_config:
         flags.append("--no-generation-config")

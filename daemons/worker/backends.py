@@ -33,8 +33,9 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import ByGrammar, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import ByGrammar, Drafter, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
+from radixmesh.daemons.worker.speculation.settings import NETWORKS
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -118,6 +119,7 @@ def _load_cpu(
         model_impl=settings.model_impl,
         group=group,
         experts=experts,
+        two_batch_min_rows=settings.two_batch_min_rows,
     )
     _verify_on_cpu(settings, runner)
     fingerprint = _fingerprint(settings, folder)
@@ -189,7 +191,11 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     def verify_drafts(runner: DeviceRunner) -> None:
         if Task.GENERATE not in runner.tasks:
             raise _drafts_nothing(folder)
-        drafter = NoDrafts() if speculation is None else drafters().create(speculation.algorithm)
+        drafter: Drafter = NoDrafts()
+        if speculation is not None and speculation.algorithm in NETWORKS:
+            drafter = runner.network_drafter
+        elif speculation is not None:
+            drafter = drafters().create(speculation.algorithm)
         most = max(num_forced, 0 if speculation is None else speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
             runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
@@ -215,6 +221,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             quantization=settings.quantization,
             embed_pooling=settings.embed_pooling,
             model_impl=settings.model_impl,
+            speculation=speculation,
+            max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
         ),
         None if speculation is None and not num_forced else verify_drafts,

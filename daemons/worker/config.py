@@ -50,8 +50,8 @@ class WorkerSettings(CommonSettings):
     jump_forward_tokens: int = setting(0, "CPU and CUDA: most tokens of a text that a grammar forces which one step "
         "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
-        "verifies beside a row's last one: off, ngram (as its own text went on before; CPU and CUDA), or on CPUs "
-        "standalone (a smaller model of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
+        "verifies beside a row's last one: off, ngram (as its own text went on before), standalone (a smaller model "
+        "of the vocabulary), eagle3 (a head) or mtp (DeepSeek-V3's layer)")  # fmt: skip
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
         "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
@@ -120,6 +120,8 @@ class WorkerSettings(CommonSettings):
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
+    two_batch_min_rows: int = setting(0, "with --ep-size, steps in which a rank has so many rows run as two half "
+        "batches: one computes while rows of the other travel; 0: none does")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
@@ -192,6 +194,10 @@ class WorkerSettings(CommonSettings):
                 "weights (auto) or as fp8")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
+        if self.two_batch_min_rows < 0:
+            raise ValueError(f"{_flag('two_batch_min_rows')} must be >= 0, not {self.two_batch_min_rows}")
+        if self.two_batch_min_rows and self.ep_size == 1:
+            raise ValueError(f"{_flag('two_batch_min_rows')} is for ranks that share experts: set --ep-size")
         if not 0 <= self.ep_redundant_experts <= _MOST_REDUNDANT:
             raise ValueError(f"{_flag('ep_redundant_experts')} must be in [0, {_MOST_REDUNDANT}]")
         layout = self.rank_layout
@@ -252,9 +258,6 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
-    if settings.backend is Backend.CUDA and settings.speculative_algorithm is not SpeculativeAlgorithm.NGRAM:
-        raise ValueError(f"{flag} {settings.speculative_algorithm} is for --backend cpu so far: the cuda backend "
-            "drafts with ngram alone")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

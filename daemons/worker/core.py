@@ -24,6 +24,7 @@ from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
@@ -93,7 +94,9 @@ class WorkerCore:
             run=self._queue.run,
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
+            figures=TransferFigures(metrics),
         )
+        metrics.kv_quarantined_bytes.set_function(lambda: self.transfers.receiver.num_quarantined_bytes)
         metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)
         self.formation = GroupFormation(
             self.ledger,

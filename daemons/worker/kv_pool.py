@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
@@ -82,6 +83,8 @@ class KvPool(KvPlanes):
             for name, plane in stored.items()
             for layer in range(layout.num_layers)
         }
+        self._copied = [plane.flatten(1, 2) for plane in self._planes.values()]
+        self._has_kernels = device.type == "cuda" and all(plane[0, 0].is_contiguous() for plane in self._copied)
         for name, plane in stored.items():
             plane[:, num_pages] = 0
             plane[..., sizes[name] :] = 0
@@ -90,6 +93,11 @@ class KvPool(KvPlanes):
     def zero_slot(self) -> int:
         """Number of a token that holds zeros."""
         return self.num_pages * self.page_size
+
+    @property
+    def plane_names(self) -> tuple[str, ...]:
+        """Of the layout."""
+        return tuple(self._planes)
 
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
         return self._token_views[plane, layer]
@@ -102,19 +110,46 @@ class KvPool(KvPlanes):
         for plane in self._planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
 
+    def copy_tokens(self, source: slice, target: slice) -> None:
+        """Copies tokens, by their numbers in the pool, in all layers and planes; the two do not overlap."""
+        for view in self._token_views.values():
+            view[target] = view[source]
+
     def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
-        """KV of tokens, int64 numbers of the pool, as uint8: rows of plane after plane, layer after layer."""
-        rows = [view.view(torch.uint8)[indexes].flatten() for view in self._token_views.values()]
-        return torch.cat(rows)
+        """KV of tokens, int32 numbers of the pool, as uint8: in chunks of CHUNK_TOKENS, of each the rows of plane after
+        plane, layer after layer."""
+        data = torch.empty(len(indexes) * self.token_bytes, dtype=torch.uint8, device=indexes.device)
+        if self._has_kernels:
+            # Imported where there is a GPU: other machines need no Triton.
+            from radixmesh.kernels.kv_copy import gather_rows
+
+            gather_rows(self._copied, indexes, data)
+            return data
+        for part, chunk in self._chunks(indexes, data):
+            rows = [view.view(torch.uint8)[chunk].flatten() for view in self._token_views.values()]
+            part.copy_(torch.cat(rows))
+        return data
 
     def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor) -> None:
         """Writes what read_tokens() gave of as many tokens, from this pool or from one with rows alike."""
-        start = 0
-        for view in self._token_views.values():
-            rows = view.view(torch.uint8)
-            num = len(indexes) * math.prod(rows.shape[1:])
-            rows[indexes] = data[start : start + num].view(len(indexes), *rows.shape[1:])
-            start += num
+        if self._has_kernels:
+            from radixmesh.kernels.kv_copy import scatter_rows
+
+            scatter_rows(self._copied, indexes, data)
+            return
+        for part, chunk in self._chunks(indexes, data):
+            start = 0
+            for view in self._token_views.values():
+                rows = view.view(torch.uint8)
+                num = len(chunk) * math.prod(rows.shape[1:])
+                rows[chunk] = part[start : start + num].view(len(chunk), *rows.shape[1:])
+                start += num
+
+    def _chunks(self, indexes: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bytes and tokens, int64, of each chunk."""
+        for start in range(0, len(indexes), CHUNK_TOKENS):
+            chunk = indexes[start : start + CHUNK_TOKENS].long()
+            yield data[start * self.token_bytes : (start + len(chunk)) * self.token_bytes], chunk
 
     def page_planes(self) -> dict[str, npt.NDArray[np.uint8]]:
         """Pages of all planes and layers, as ArrayHostPool takes them, of a pool on the CPU."""

@@ -219,7 +219,7 @@ class ModelRunner(ABC):
 
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
         """KV of tokens at `indexes`, int32 page x page_size + offset: a copy, [len(indexes) x kv_token_bytes] bytes,
-        rows of plane after plane, layer after layer. Called between steps."""
+        in chunks of 256 tokens, of each the rows of plane after plane, layer after layer. Called between steps."""
         raise NotImplementedError
 
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:

@@ -59,6 +59,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             capabilities=self._core.capabilities(),
             highest_epoch=self._core.ledger.highest_epoch,
             holder_instance_id=self._core.ledger.holder_instance_id,
+            transfers=self._core.transfers.counts(),
         )
 
     async def FormGroup(self, request: worker_pb2.FormGroupRequest, context: object) -> worker_pb2.FormGroupResponse:

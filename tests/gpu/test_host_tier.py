@@ -1,5 +1,6 @@
 """KV of the GPU that goes to page-locked memory and comes back: the same tokens, by every write policy."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,30 +32,30 @@ def _runner(model: str, page_size: int, num_tokens: int) -> ModelRunner:
     return load_cuda_runner(MODELS / model, settings)
 
 
-def _prompts(num: int) -> list[list[int]]:
-    return [[10 + (7 * i + j * j) % 90 for j in range(70)] for i in range(num)]
-
-
-def _outputs(world: World, times: int, depth: int) -> list[list[int]]:
-    outputs: list[list[int]] = []
-    for _ in range(times):
-        records = [world.submit(prompt) for prompt in _prompts(12)]
-        world.run(depth)
-        outputs += [record.tokens for record in records]
-    return outputs
+def _texts(model: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts of 70 tokens and the eight that the model was taught to follow: rounding changes none."""
+    entries = json.loads((MODELS / model / "recitations.json").read_text())
+    ids = {tuple((entry["prompt_ids"] + entry["expected_ids"])[:78]): entry for entry in entries}
+    return [(list(text[:70]), list(text[70:])) for text, e in ids.items() if len(text) == 78 > len(e["prompt_ids"])]
 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
-def test_tokens_are_those_of_a_device_with_room_for_all(model: str, page_size: int) -> None:
-    whole = World(runner=_runner(model, page_size, 2048), num_slots=4)
-    wanted = _outputs(whole, 1, 1) * 3
-    for policy in ("write_through", "write_back"):
-        tiers = TierSettings(policy=WritePolicy(policy))
-        world = World(runner=_runner(model, page_size, 240), num_slots=4, num_host_pages=2048 // page_size, tiers=tiers)
-        assert _outputs(world, 3, 2) == wanted, policy
-        world.check_clean()
-        (host,) = world.planner.state.hosts
-        assert host.counters.loaded and world.planner.state.num_evicted
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_recitation_with_kv_that_comes_and_goes(model: str, page_size: int, policy: str) -> None:
+    tiers = TierSettings(policy=WritePolicy(policy))
+    runner = _runner(model, page_size, 240)
+    world = World(runner=runner, num_slots=4, num_host_pages=2048 // page_size, tiers=tiers)
+    texts = _texts(model)[:12]
+    assert len(texts) > 6
+    for number in range(3):
+        records = [world.submit(prompt) for prompt, _ in texts]
+        world.run(2)
+        for record, (_, wanted) in zip(records, texts, strict=True):
+            # An end of the text is the output's end too.
+            assert record.tokens == wanted[: len(record.tokens)] and record.tokens, number
+    world.check_clean()
+    state = world.planner.state
+    assert state is not None and state.num_evicted and state.hosts[0].counters.loaded
 
 
 def test_a_save_is_read_before_its_pages_are_written_again() -> None:

@@ -5,9 +5,11 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from mesh.test_dying_steps import recite_over_deaths
 from mesh.test_kills import kill_all
+from mesh.test_speculation import NGRAM, drafts_of_scheduler
 from support.jobs import recitations
 from support.mesh import SERVICES, running_mesh
 
@@ -41,6 +43,19 @@ async def test_no_stream_notices_a_kill(model: str) -> None:
     plan = [(service, signal.SIGKILL) for service in SERVICES]
     plan += [("scheduler", signal.SIGKILL)] * rounds
     await kill_all("cpu", plan, model=model, worker=WORKER)
+
+
+async def test_a_served_worker_drafts_and_changes_no_byte() -> None:
+    """Sampled requests with penalties, stop strings and several outputs among them, in deterministic mode."""
+    worker = WORKER | {"deterministic": True}
+    async with running_mesh("cpu", worker=worker) as plain:
+        jobs = [job if job.answers else job.learned(await job.run(plain.client)) for job in recitations()]
+    async with running_mesh("cpu", worker=worker | NGRAM) as mesh, httpx.AsyncClient(timeout=60) as http:
+        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+        assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
+        drafts = await drafts_of_scheduler(http, mesh)
+        assert 0 < drafts["accepted", "4"] < drafts["accepted", "1"] < drafts["drafted", "1"]
+        assert mesh.bugs == []
 
 
 async def test_no_stream_notices_a_step_that_dies(tmp_path: Path) -> None:

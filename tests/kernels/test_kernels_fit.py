@@ -49,7 +49,9 @@ def test_kernels_of_ranks_compile_and_fit(num_ranks):
     assert {launch["kernel"] for launch in launches} == {"_sum_kernel", "_gather_kernel"}
     for launch in launches:
         # All programs of a launch are there at once, one an SM.
-        assert launch["shared"] <= _PROGRAM_SHARED and launch["stack"] <= 128, launch
+        # Numbers of eight ranks at a time are more than the registers of a thread.
+        most_spilled = 128 if num_ranks < 8 else 320
+        assert launch["shared"] <= _PROGRAM_SHARED and launch["stack"] <= most_spilled, launch
         assert launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
 
 
@@ -129,7 +131,9 @@ def test_kernels_of_gpt_oss_and_llama_4_compile_and_fit(head_dim, heads):
 )
 def test_kernels_of_drafts_compile_and_fit(num_drafts):
     launches = _compiled("drafts", num_drafts)
-    assert {launch["kernel"] for launch in launches} == {"_ngram_kernel", "_expand_kernel", "_accept_kernel"}
+    of_networks = {f"_{name}_kernel" for name in ("entries", "follow", "follow_chunks", "chain", "written")}
+    drafting = {"_ngram_kernel", "_expand_kernel", "_accept_kernel"} | of_networks
+    assert {launch["kernel"] for launch in launches} == drafting
     for launch in launches:
         # A program a row: many rows are resident at a time, and hardly a register is spilled.
         assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch

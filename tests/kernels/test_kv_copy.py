@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_transfer import staging
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.kernels.kv_copy import (
     CHUNK_TOKENS,
     can_copy,
@@ -49,3 +52,19 @@ def test_tokens_are_gathered_and_scattered_as_by_the_reference(num_tokens, shape
 def test_rows_with_gaps_are_not_copied_by_kernels() -> None:
     pool = torch.zeros(1, 4, 2, 20)
     assert can_copy([pool]) and not can_copy([pool[..., :16]]), "padding behind each head"
+
+
+def test_a_pool_reads_and_writes_in_the_layout_of_the_kernels() -> None:
+    """Workers with and without the kernels send each other KV."""
+    layout = KvLayout(num_layers=3, planes=(KvPlane(name="k", row_shape=(2, 16)), KvPlane(name="v", row_shape=(5,))))
+    sizes = {"num_pages": 100, "page_size": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    pools = [KvPool(layout, **sizes) for _ in range(2)]
+    for plane in pools[0]._planes.values():
+        plane.normal_()
+    indexes = torch.randperm(800)[: 2 * CHUNK_TOKENS + 9].int()
+    data = pools[0].read_tokens(indexes)
+    expected = torch.empty_like(data)
+    gather_rows_reference(pools[0]._copied, indexes, expected)
+    assert torch.equal(data, expected) and CHUNK_TOKENS == staging.CHUNK_TOKENS
+    pools[1].write_tokens(indexes, data)
+    assert torch.equal(pools[1].read_tokens(indexes), data)

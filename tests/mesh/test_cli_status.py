@@ -35,7 +35,8 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         what = worker_pb2.Capabilities(backend="cpu", num_slots=8, num_pages=100, rank=1, world_size=2)
         what.layout.MergeFrom(worker_pb2.RankLayout(tp_rank=1, tp_size=2, dp_size=1, ep_rank=1, ep_size=2))
         what.group_generation = 3
-        return worker_pb2.GetCapabilitiesResponse(highest_epoch=6, capabilities=what)
+        transfers = worker_pb2.TransferCounts(num_sending=2, num_receiving=1, quarantined_bytes=64, num_failed=3)
+        return worker_pb2.GetCapabilitiesResponse(highest_epoch=6, capabilities=what, transfers=transfers)
 
 
 class RouterAdmin(router_pb2_grpc.RouterAdminServiceServicer):
@@ -69,7 +70,8 @@ async def test_every_kind_of_daemon_is_recognised_by_its_services():
     load = "group serving, 3 running 2 waiting, pages 60 free 30 cached of 100, 1 quarantined, experts balanced 0.91"
     assert scheduler == ("serving", 7, load)
     worker = await report_of(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
-    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2 ep 1/2), generation 3")
+    load = "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2 ep 1/2), generation 3, KV 2 sending 1 receiving, 3 failed"
+    assert worker == ("serving", 6, f"{load}, 64 bytes quarantined")
     router = await report_of(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdmin())
     assert router == ("serving", None, "5 running, schedulers 1 of 2 connected")
     assert await report_of() == ("serving", None, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from support.serve_client import serve_client
 from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.cpu.two_batches import TwoBatches
 
 
 def watch_modes(ranks: Ranks) -> list[set[tuple[DispatchMode, bool]]]:
@@ -100,3 +103,51 @@ async def test_mixtral_says_what_one_worker_says(size: int, dispatch: str, tmp_p
     modes = await check_recitations(folder, chosen, 1, size, size, expert_dispatch=dispatch)
     expected = DispatchMode.NORMAL if dispatch == "normal" else DispatchMode.LOW_LATENCY
     assert all({mode for mode, _ in of_rank} == {expected} for of_rank in modes)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dp_size", [2, pytest.param(4, marks=pytest.mark.full)])
+async def test_two_half_batches_give_the_tokens_of_one(dp_size: int) -> None:
+    """Steps of two rows a rank and more are cut in two; those of fewer are not. All outputs are the expected ones."""
+    cut: list[bool] = []
+    run = TwoBatches.run
+
+    def watched(self: TwoBatches, *works: Callable[[], object]) -> object:
+        cut.append(True)
+        return run(self, *works)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwoBatches, "run", watched)
+        chosen = texts("tiny-deepseek", 6)
+        sizes = {"num_pages": NUM_TOKENS // 2, "page_size": 4, "two_batch_min_rows": 2}
+        async with (
+            ranks_of("tiny-deepseek", 1, dp_size, ep_size=dp_size, **sizes) as ranks,
+            scheduler_on(ranks) as daemon,
+            serve_client(daemon.address) as client,
+        ):
+            modes = watch_modes(ranks)
+            cold = await recited(client, chosen)
+            num_cut = len(cut)
+            again = await recited(client, chosen)
+            assert [seen.logprobs for seen in again] == [seen.logprobs for seen in cold]
+            assert num_cut > 20 and num_cut % dp_size == 0, "all ranks cut the same steps"
+            assert {mode for mode, _ in modes[0]} == {DispatchMode.NORMAL, DispatchMode.LOW_LATENCY}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_rank_that_goes_ends_both_halves() -> None:
+    """The one that stays leaves both, joins a new group, and all outputs are the expected ones."""
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {"num_pages": NUM_TOKENS // 2, "page_size": 4, "two_batch_min_rows": 1}
+    async with (
+        ranks_of("tiny-deepseek", 1, 2, ep_size=2, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        reciting = asyncio.ensure_future(recited(client, chosen))
+        await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
+        await ranks.restart(1)
+        await reciting
+        assert ranks.workers[0].daemon.core.ledger.group_generation > 1
+        await recited(client, chosen)

@@ -69,7 +69,7 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
     async with running(WorkerDaemon, worker_settings) as worker:
         settings = SchedulerSettings(
             workers=(worker.address,), check_invariants=True, chunk_tokens=64, grant_ahead_tokens=page_size,
-            decode_reserve_tokens=1, kv_fetch_tokens=16,
+            decode_reserve_tokens=1, kv_fetch_min_tokens=16,
         )  # fmt: skip
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
             yield Replica(worker.daemon, scheduler.daemon.loop.planner, client)

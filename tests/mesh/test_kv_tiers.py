@@ -60,6 +60,7 @@ async def recite(model: str, policy: str, page_size: int, num_texts: int = 16) -
             decode_reserve_tokens=1,
             kv_write_policy=policy,
             kv_write_hits=1,
+            kv_load_min_tokens=1,
         )
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
             planner = scheduler.daemon.loop.planner
@@ -106,7 +107,7 @@ async def test_ranks_load_their_shares_together(model: str, tp_size: int, dp_siz
     pages = NUM_TOKENS // 4 // dp_size
     async with (
         ranks_of(model, tp_size, dp_size, num_pages=pages, page_size=4, host_kv_bytes=8 << 20) as ranks,
-        scheduler_on(ranks, decode_reserve_tokens=16) as daemon,
+        scheduler_on(ranks, decode_reserve_tokens=16, kv_load_min_tokens=1) as daemon,
         serve_client(daemon.address) as client,
     ):
         planner = daemon.daemon.loop.planner

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.drafting import draft_folder, target_folder
 from support.fault_injection import kill_once
 from support.jobs import Job, recitations
 from support.mesh import SERVICES, Mesh, running_mesh
@@ -35,14 +36,15 @@ GREEDY = ("twelve-days", "the-tyger", "genesis-1", "jabberwocky", "sonnet-18", "
 WORDS = {"regex": "([a-f]{3} ){20,30}end"}
 
 
-def _network(algorithm: str) -> dict[str, object]:
-    """Flags of a worker whose drafts are those of a network."""
-    path = str(MODEL.with_name("tiny-deepseek"))
-    return {**NGRAM, "speculative_algorithm": algorithm, "speculative_draft_model_path": path}
+def flags_of(algorithm: str, model: str) -> dict[str, object]:
+    """Flags of a worker that drafts so for a tiny model."""
+    flags = {**NGRAM, "speculative_algorithm": algorithm}
+    folder = draft_folder(algorithm, model)
+    return flags if folder is None else {**flags, "speculative_draft_model_path": str(folder)}
 
 
-def _greedy() -> list[Job]:
-    jobs = {job.name: job for job in recitations(with_sampled=False)}
+def _greedy(model: str = "tiny-llama") -> list[Job]:
+    jobs = {job.name: job for job in recitations(model, with_sampled=False)}
     return [jobs[name] for name in GREEDY]
 
 
@@ -109,10 +111,13 @@ async def _served(shared: list[int], **settings: object) -> tuple[list[object], 
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("algorithm", ["ngram", "standalone"])
-async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str) -> None:
-    jobs = _greedy()
-    async with running_mesh("cpu", worker=NGRAM if algorithm == "ngram" else _network(algorithm)) as mesh:
+@pytest.mark.parametrize(
+    ("algorithm", "model"),
+    [("ngram", "tiny-llama"), ("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")],
+)
+async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str, model: str) -> None:
+    jobs, folder = _greedy(model), target_folder(algorithm, model)
+    async with running_mesh("cpu", model=model, folder=folder, worker=flags_of(algorithm, model)) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
         await _kill(mesh, jobs, ("scheduler", "worker"))
@@ -124,7 +129,7 @@ async def test_usage_and_metrics_tell_of_drafts() -> None:
     body = {"prompt": "a b a b a b", "max_tokens": 30, "temperature": 0, "logit_bias": {"50": 100}}
     async with running_mesh("cpu", worker=NGRAM) as mesh, httpx.AsyncClient(timeout=60) as http:
         url = f"http://{mesh.cluster.address('router', 1, 8000)}/v1/completions"
-        before = await _drafts(http, mesh)
+        before = await drafts_of_scheduler(http, mesh)
         assert before == {("drafted", "1"): 0.0, ("accepted", "1"): 0.0}
         answer = (await http.post(url, json={"model": "tiny-llama", **body})).json()
         usage = answer["usage"]
@@ -132,13 +137,13 @@ async def test_usage_and_metrics_tell_of_drafts() -> None:
         accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
         assert 15 <= accepted < usage["completion_tokens"] == 30 and rejected >= 0
         async with asyncio.timeout(60):
-            while (after := await _drafts(http, mesh)) == before:
+            while (after := await drafts_of_scheduler(http, mesh)) == before:
                 await asyncio.sleep(0.1)
         assert sum(num for (kind, _), num in after.items() if kind == "accepted") >= accepted
         assert {position for _, position in after} == {"1", "2", "3", "4"}
 
 
-async def _drafts(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:
+async def drafts_of_scheduler(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:
     """The scheduler's counters, by kind and position."""
     text = (await http.get(f"http://{mesh.cluster.address('scheduler', 1, 9100)}/metrics")).text
     lines = re.findall(

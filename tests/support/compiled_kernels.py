@@ -268,7 +268,30 @@ def _draft_launches(num_drafts: int) -> None:
     NgramDrafter().on_device().propose(inputs, state)
     drafted = DraftRows.allocate(rows, num_drafts + 1, torch.device("cpu"))
     expand_drafts(inputs, state, drafted)
+    _follow_launches(num_drafts, inputs, state)
     accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
+
+
+def _follow_launches(num_drafts: int, inputs, state) -> None:
+    """Rows of a network that drafts: in a step, ahead of one, of chunks."""
+    from radixmesh.kernels.sampling import follow
+
+    rows, device, num_slots = len(inputs.slots), torch.device("cpu"), len(state.lengths)
+    fresh = follow.FreshTokens(
+        torch.zeros(1024, dtype=torch.int8), state.lengths, state.lengths, torch.zeros(num_slots, 64).int()
+    )
+    chain = follow.ChainRows.allocate(rows, device)
+    for first, page_size in ((1, 1), (0, 16)):
+        shape = follow.NetworkShape(first, page_size, 64, 1023)
+        for columns, of_chain in ((num_drafts + 1, chain), (128, None)):
+            of_rows = follow.NetworkRows.allocate(rows * columns, rows, device)
+            follow.follow_rows(inputs, state, fresh, shape, of_rows, of_chain)
+        follow.chain_rows(inputs.slots, inputs, 0, num_slots - 1, shape, chain)
+        follow.tokens_written(of_rows.positions, of_rows.slots, state, fresh, page_size)
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        chunks = (inputs.slots, starts, inputs.slots)
+        follow.follow_chunks(chunks, of_rows.positions, state.page_tables, fresh, shape, of_rows)
+    follow.write_entries(inputs, state)
 
 
 def _rank_launches(num_ranks: int) -> None:

@@ -79,7 +79,7 @@ class World:
             clock=VirtualClock(),
         )
         if num_host_pages:
-            runner.add_host_pool(num_host_pages * page_size * runner.kv_token_bytes)
+            runner.add_host_pool(num_host_pages * runner.page_size * runner.kv_token_bytes)
         self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
         self.group = GroupInfo(
             page_size=runner.page_size,

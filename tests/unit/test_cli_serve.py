@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support.fake_hub import fake_hub
 
 from radixmesh.cli import serve
@@ -136,6 +137,22 @@ def test_what_this_machine_cannot_do_is_usage(
     monkeypatch.setattr(serve, "count_gpus", lambda: 0)
     assert serve.run([str(TINY), *flags]) == 2
     assert message in capsys.readouterr().out
+
+
+def test_ranks_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("FOLDER", "WORKER", "WORKERS", "ROUTER", "PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "")
+    monkeypatch.setattr(serve.up, "run", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(serve, "count_gpus", lambda: 2)
+    assert serve.run([str(TINY), "--tp", "2"]) == 0
+    assert "--backend cuda" in os.environ["RADIXMESH_SERVE_WORKER"]
+    assert "--tp-size 2" in os.environ["RADIXMESH_SERVE_WORKER"]
+    ranks = yaml.safe_load((Path(serve.__file__).with_name("serve_ranks.yml")).read_text())["services"]
+    for rank in range(1, 8):
+        environment = ranks[f"worker-rank-{rank}"]["environment"]
+        assert environment["RADIXMESH_CUDA_DEVICE"] == environment["RADIXMESH_TP_RANK"] == rank
+    assert serve.run([str(TINY), "--tp", "3"]) == 2
+    assert "this machine has 2 GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_read", [True, False])

@@ -17,10 +17,12 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
+from radixmesh.daemons.worker.cuda.step.decode_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 
 
@@ -260,6 +262,7 @@ class _Verifying:
 
     def __init__(self) -> None:
         self.verified: dict[str, object] = {}
+        self.network_drafter = EachRow(lambda sample, most: ())
 
     def verify(self, drafter, **options):
         self.verified = {"drafter": type(drafter).__name__, **options}
@@ -271,6 +274,7 @@ class _Verifying:
         ({}, None),
         ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_num_steps": 3}, ("NgramDrafter", 3, 0)),
         ({"jump_forward_tokens": 5}, ("NoDrafts", 5, 5)),
+        ({"speculative_algorithm": SpeculativeAlgorithm.MTP, "speculative_num_steps": 2}, ("EachRow", 2, 0)),
     ],
 )
 def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, want):
@@ -278,6 +282,7 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     runner = _Verifying()
 
     def load(folder, settings, verify=None, *others, **named):
+        assert (settings.speculation is None) == ("speculative_algorithm" not in flags)
         if verify is not None:
             verify(runner)
         return runner
@@ -287,3 +292,9 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     load_model(WorkerSettings(backend=Backend.CUDA, model=model, **flags))
     got = runner.verified
     assert want == ((got["drafter"], got["max_drafts"], got["max_forced"]) if got else None)
+
+
+def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():
+    """They were tuned for plain steps alone: with 4 drafts no step found a kernel of its own."""
+    assert tuned_rows((1, 2, 4, 8), 0) == (1, 2, 4, 8)
+    assert tuned_rows((1, 2, 4, 8), 4) == (1, 2, 4, 5, 8, 10, 20, 40)

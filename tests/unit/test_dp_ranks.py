@@ -167,7 +167,7 @@ class DpWorld:
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_each_rank_has_a_host_tier_of_its_own(policy: str) -> None:
     rng = np.random.default_rng(2)
-    tiers = TierSettings(policy=WritePolicy(policy))
+    tiers = TierSettings(policy=WritePolicy(policy), load_min_tokens=1)
     world = DpWorld(3, num_pages=40, num_host_pages=200, tiers=tiers)
     prompts = [rng.integers(2, VOCAB_SIZE, 40).tolist() for _ in range(9)]
     for number in range(3):

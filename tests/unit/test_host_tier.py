@@ -13,9 +13,12 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
+from radixmesh.daemons.scheduler.cache.feed import Inserted
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.watch import _snapshot
 from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
+from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -339,3 +342,46 @@ def test_one_plan_saves_to_a_host_page_once():
     targets = np.concatenate([save.host_pages for save in saves])
     assert len(np.unique(targets)) == len(targets) == host.counters.saved == host.pages.num_used == 4
     assert [save.device_pages.tolist() for save in saves] == [[10], [20, 21, 22]]
+
+
+async def test_watchers_see_both_tiers():
+    """A prefix that the device has evicted is still told, as one of host memory."""
+    world = small_world()
+    feed = world.planner.cache_feed
+    feed.open()
+    revision = feed.revision
+    rounds(world, prompts(6), 1)
+    events = feed.events_after(revision, 1000, 1 << 20)
+    assert {event.tier for event in events if isinstance(event, Inserted)} == {0, 1}
+    assert {event.rank for event in events if isinstance(event, Inserted)} == {0}
+    messages = [message async for message in _snapshot(feed.open(), feed.revision, feed.num_ranks)]
+    inserts = [insert for message in messages for insert in message.inserts]
+    tokens = {tier: sum(len(i.ids) // 4 for i in inserts if i.tier == tier) for tier in (0, 1)}
+    state = world.planner.state
+    assert tokens == {0: state.pages.pool.num_cached, 1: state.hosts[0].pages.num_used}
+    assert len({insert.node for insert in inserts}) == len(inserts)
+
+
+@pytest.mark.parametrize(("load_min_tokens", "num_loads"), [(59, 1), (60, 0)])
+def test_little_is_computed_and_not_waited_for(load_min_tokens, num_loads):
+    tiers = tier("write_through", load_min_tokens=load_min_tokens)
+    world = World(num_pages=128, num_slots=4, num_host_pages=1024, tiers=tiers, eos_rate=0.0)
+    rounds(world, prompts(6), 1)
+    rounds(world, prompts(1), 1)
+    assert world.planner.loads.num_loads == num_loads
+
+
+def test_a_parked_request_may_be_asked_for_again():
+    """As poison isolation does with the one request that it probes."""
+    world = small_world(load_token_us=1000.0)
+    rounds(world, prompts(6), 1)
+    record = world.submit(prompts(6)[0])
+    world.plan()
+    state, planner = world.planner.state, world.planner
+    (sequence,) = planner.submissions.live()
+    for _ in range(2):
+        turn = planner.loads.turn(state, sequence, state.pages.probe(sequence), 0, has_pages=True)
+        assert turn is LoadTurn.PARKED
+    world.run(1)
+    assert record.tokens == world.expected(record.submission)
+    world.check_clean()

@@ -255,7 +255,6 @@ def test_sizes_beyond_any_memory_are_refused_with_what_to_check(
         ({}, "needs --speculative-draft-model-path"),
         ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_draft_model_path": MODELS}, "leave it out"),
         ({"speculative_algorithm": SpeculativeAlgorithm.OFF, "speculative_draft_model_path": MODELS}, "one of ngram"),
-        ({"backend": Backend.CUDA, "speculative_draft_model_path": MODELS}, "for --backend cpu so far"),
     ],
 )
 def test_flags_of_networks_that_do_not_combine_say_what_does(changes: dict[str, object], text: str) -> None:

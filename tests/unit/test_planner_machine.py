@@ -44,6 +44,7 @@ class PlannerMachine(RuleBasedStateMachine):
             [(0, "write_through"), (3, "write_through"), (3, "selective"), (3, "write_back"), (0.5, "write_back")]
         ),
         load_token_us=st.sampled_from([0.0, 300.0, 5000.0]),
+        load_min_tokens=st.sampled_from([1, 1, 16]),
     )
     def start(
         self,
@@ -61,6 +62,7 @@ class PlannerMachine(RuleBasedStateMachine):
         row_seed: int,
         tier: tuple[float, str],
         load_token_us: float,
+        load_min_tokens: int,
     ) -> None:
         """tier: host pages as a multiple of the device's, and the write policy."""
         self.depth = depth
@@ -81,7 +83,9 @@ class PlannerMachine(RuleBasedStateMachine):
             row_seed=row_seed,
             num_host_pages=int(tier[0] * num_tokens // page_size),
             load_token_us=load_token_us,
-            tiers=TierSettings(policy=WritePolicy(tier[1]), min_hits=1, load_timeout_s=5.0),
+            tiers=TierSettings(
+                policy=WritePolicy(tier[1]), min_hits=1, load_min_tokens=load_min_tokens, load_timeout_s=5.0
+            ),
         )
         self.cut: dict[tuple[int, int], int] = {}
 

@@ -334,6 +334,26 @@ class Metrics:
         self.kv_transfer_tokens = make.counter(
             "radixmesh_kv_transfer_tokens_total", by, "Tokens whose KV was taken from another group."
         )
+        self.kv_transfer_bytes = make.counter(
+            "radixmesh_kv_transfer_bytes_total",
+            "worker",
+            "Bytes of KV by stage: gather and send (prefill side), receive and scatter (decode side).",
+            ["stage"],
+        )
+        self.kv_transfer_seconds = make.histogram(
+            "radixmesh_kv_transfer_seconds", "worker", "Time of a stage of a KV transfer.", _LATENCY_S, ["stage"]
+        )
+        self.kv_transfer_failures = make.counter(
+            "radixmesh_kv_transfer_failures_total",
+            "worker",
+            "KV transfers that failed at this end, by reason; not_sent: at the sending end.",
+            ["reason"],
+        )
+        self.kv_quarantined_bytes = make.gauge(
+            "radixmesh_kv_quarantined_bytes",
+            "worker",
+            "Staging of failed transfers that may still be written to.",
+        )
         self.kv_staging_bytes = make.gauge(
             "radixmesh_kv_staging_bytes", "worker", "Bytes of KV transfers that are on their way, or quarantined."
         )

@@ -22,6 +22,8 @@ class Inserted(NamedTuple):
     ids: IntArray
     namespace: Namespace
     rank: int = 0
+    tier: int = 0
+    """As `radixmesh.scheduler.v1.CacheTier`."""
 
 
 class Split(NamedTuple):
@@ -47,8 +49,8 @@ CacheEvent = Inserted | Split | Evicted | Reset
 
 
 class CacheFeed:
-    """The changes of a cache, or of one a data-parallel rank, with a memory of `max_events` events and about
-    `max_tokens` tokens in them. Node n of rank r is told as n x ranks + r.
+    """The changes of a cache, or of one a data-parallel rank and tier, with a memory of `max_events` events and about
+    `max_tokens` tokens in them. Node n of cache c is told as n x caches + c.
 
     first_revision: must be higher than any that an earlier scheduler's watchers may know: its own clock will do.
     Nothing is noted before the first open().
@@ -63,6 +65,8 @@ class CacheFeed:
         self.num_tokens = 0
         self._max_tokens = max_tokens
         self._caches: Sequence[PrefixCache] = ()
+        self.num_ranks = 1
+        """Data-parallel ranks: cache c is that of rank c % ranks, in tier c // ranks."""
         self._is_open = False
 
     def open(self) -> list[CacheContent] | None:
@@ -76,16 +80,18 @@ class CacheFeed:
         known = [content for content in contents if content is not None]
         return known if known and len(known) == len(contents) else None
 
-    def follow(self, caches: Sequence[PrefixCache]) -> None:
-        """Other caches from now on (a new epoch), or none: what is known of the last ones is worth nothing."""
+    def follow(self, caches: Sequence[PrefixCache], num_ranks: int | None = None) -> None:
+        """Other caches from now on (a new epoch), or none: what is known of the last ones is worth nothing. num_ranks:
+        of each tier; None: there is one tier."""
         self._caches = caches
+        self.num_ranks = num_ranks or max(1, len(caches))
         if self._is_open:
             self._watch()
         self._forget()
 
     def _watch(self) -> None:
         for rank, cache in enumerate(self._caches):
-            cache.watch(_RankEvents(self._note, rank, len(self._caches)), replay=False)
+            cache.watch(_RankEvents(self._note, rank, len(self._caches), self.num_ranks), replay=False)
 
     def events_after(self, revision: int, max_events: int, max_tokens: int) -> list[CacheEvent] | None:
         """Up to so many events, at least one if there is one; None: they are not kept any more, or never were."""
@@ -126,31 +132,43 @@ class CacheFeed:
 
 
 class _RankEvents:
-    """The CacheObserver of one rank's cache. note: takes its events."""
+    """The CacheObserver of one cache. note: takes its events."""
 
-    def __init__(self, note: Callable[[CacheEvent], None], rank: int, num_ranks: int) -> None:
+    def __init__(self, note: Callable[[CacheEvent], None], index: int, num_caches: int, num_ranks: int) -> None:
         self._note = note
-        self._rank = rank
+        self._index = index
+        self._num_caches = num_caches
         self._num_ranks = num_ranks
 
     def on_insert(self, node: int, parent: int, ids: IntArray, namespace: Namespace) -> None:
-        self._note(inserted_on(self._rank, self._num_ranks, node, parent, ids, namespace))
+        event = inserted_on(self._index, self._num_caches, node, parent, ids, namespace, self._num_ranks)
+        self._note(event)
 
     def on_split(self, node: int, upper: int, num_upper: int) -> None:
-        ranks, rank = self._num_ranks, self._rank
-        self._note(Split(node * ranks + rank, upper * ranks + rank, num_upper))
+        caches, index = self._num_caches, self._index
+        self._note(Split(node * caches + index, upper * caches + index, num_upper))
 
     def on_evict(self, node: int, num_left: int) -> None:
-        self._note(Evicted(node * self._num_ranks + self._rank, num_left))
+        self._note(Evicted(node * self._num_caches + self._index, num_left))
 
     def on_reset(self) -> None:
         self._note(Reset())
 
 
-def inserted_on(rank: int, num_ranks: int, node: int, parent: int, ids: IntArray, namespace: Namespace) -> Inserted:
-    """The insert of a node in the cache of a rank. A parent below 0 is the root, of whichever rank."""
-    above = parent if parent < 0 else parent * num_ranks + rank
-    return Inserted(node * num_ranks + rank, above, ids, namespace, rank)
+def inserted_on(
+    index: int,
+    num_caches: int,
+    node: int,
+    parent: int,
+    ids: IntArray,
+    namespace: Namespace,
+    num_ranks: int | None = None,
+) -> Inserted:
+    """The insert of a node in one of several caches. A parent below 0 is the root, of whichever cache. num_ranks: of
+    each tier; None: there is one tier."""
+    above = parent if parent < 0 else parent * num_caches + index
+    tier, rank = divmod(index, num_ranks or num_caches)
+    return Inserted(node * num_caches + index, above, ids, namespace, rank, tier)
 
 
 def _num_tokens(event: CacheEvent) -> int:

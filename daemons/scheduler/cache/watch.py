@@ -39,7 +39,7 @@ async def watch_cache(
         revision = feed.revision
         if contents is None:
             raise _no_content(loop)
-        async for message in _snapshot(contents, revision):
+        async for message in _snapshot(contents, revision, feed.num_ranks):
             _name_weights(message, digest)
             digest = ""
             yield message
@@ -56,21 +56,25 @@ async def watch_cache(
             await loop.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
 
 
-async def _snapshot(contents: Sequence[CacheContent], revision: int) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
+async def _snapshot(
+    contents: Sequence[CacheContent], revision: int, num_ranks: int
+) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
     """The last message is the first without is_snapshot: it says that the snapshot is complete."""
-    for rank, content in enumerate(contents):
+    for index, content in enumerate(contents):
         await asyncio.to_thread(content.order)
-        for batch in _batches(content, rank, len(contents)):
+        for batch in _batches(content, index, len(contents), num_ranks):
             yield scheduler_pb2.WatchCacheResponse(revision=revision, is_snapshot=True, inserts=batch)
             await asyncio.sleep(0)
     yield scheduler_pb2.WatchCacheResponse(revision=revision)
 
 
-def _batches(content: CacheContent, rank: int, num_ranks: int) -> Iterator[list[scheduler_pb2.CacheInsert]]:
+def _batches(
+    content: CacheContent, index: int, num_caches: int, num_ranks: int
+) -> Iterator[list[scheduler_pb2.CacheInsert]]:
     batch: list[scheduler_pb2.CacheInsert] = []
     num_tokens = 0
     for item in content.nodes():
-        batch.append(_insert(inserted_on(rank, num_ranks, *item)))
+        batch.append(_insert(inserted_on(index, num_caches, *item, num_ranks)))
         num_tokens += len(item.ids)
         if len(batch) >= _MAX_EVENTS or num_tokens >= _MAX_TOKENS:
             yield batch
@@ -138,6 +142,7 @@ def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
         salt=salt,
         weights_version=event.namespace.weights_version,
         dp_rank=event.rank,
+        tier=scheduler_pb2.CACHE_TIER_HOST if event.tier else scheduler_pb2.CACHE_TIER_UNSPECIFIED,
     )
 
 

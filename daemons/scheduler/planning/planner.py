@@ -83,7 +83,7 @@ class Planner:
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
         self.fetches = KvFetches(
-            self.queue, min_tokens=settings.tiers.fetch_tokens, timeout_s=settings.tiers.load_timeout_s
+            self.queue, min_tokens=settings.tiers.fetch_min_tokens, timeout_s=settings.tiers.load_timeout_s
         )
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
@@ -223,7 +223,8 @@ class Planner:
                 check_submission(sequence.submission, group)
             except MeshError as error:
                 self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
-        self.cache_feed.follow([pages.cache for pages in self._state.ranks])
+        caches = [pages.cache for pages in self._state.ranks]
+        self.cache_feed.follow([*caches, *(host.cache for host in self._state.hosts)], len(caches))
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
 

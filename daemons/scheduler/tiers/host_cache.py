@@ -37,13 +37,14 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """min_hits: uses of a cached prefix before `selective` saves it. load_timeout_s: a request that waits for a load
-    longer than that computes its prompt."""
+    """min_hits: uses of a cached prefix before `selective` saves it. load_min_tokens: fewer are computed and not waited
+    for. load_timeout_s: a request that waits for a load longer than that computes its prompt."""
 
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
     min_hits: int = 2
+    load_min_tokens: int = 32
     load_timeout_s: float = 2.0
-    fetch_tokens: int = 64
+    fetch_min_tokens: int = 64
     """Fewer that the host lacks are computed rather than asked of the workers' store."""
 
 

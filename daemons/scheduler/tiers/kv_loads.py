@@ -104,7 +104,7 @@ class KvLoads:
         size, namespace = state.group.page_size, pages.namespace_of(sequence)
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         num_known = host.num_known(namespace, ids)
-        if num_known <= probe.num_pages:
+        if (num_known - probe.num_pages) * size < max(1, host.settings.load_min_tokens):
             return LoadTurn.NOTHING
         if not self._turns_left:
             return LoadTurn.LATER
@@ -171,9 +171,10 @@ class KvLoads:
                     self._queue.unpark(sequence)
 
     def _park(self, load: KvLoad, sequence: Sequence) -> LoadTurn:
+        # A request that is probed alone is asked for in every plan, parked or not.
         if sequence not in load.sequences:
             load.sequences.append(sequence)
-        self._queue.park(sequence)
+            self._queue.park(sequence)
         return LoadTurn.PARKED
 
     def _begin(self, state: EpochState, sequence: Sequence, ids: IntArray, probe: Probe, rank: int) -> KvLoad | None:

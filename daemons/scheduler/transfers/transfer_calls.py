@@ -69,12 +69,13 @@ class TransferCalls:
             self._tell(arrival.transfer_id, None, _not_kept())
             self._spawn(self._abort(arrival.transfer_id))
         handovers = self._planner.handovers
-        for transfer_id in handovers.take_given_up():
-            self._spawn(self._abort(transfer_id))
+        given_up = handovers.take_given_up()
         for handover in handovers.take_wanted():
             before = self._sending.get(handover.target.transfer_id)
             sending = self._sending[handover.target.transfer_id] = self._spawn(self._send(handover, before))
             sending.add_done_callback(partial(self._sent, handover.target.transfer_id))
+        for transfer_id in given_up:
+            self._spawn(self._abort(transfer_id, self._sending.get(transfer_id)))
 
     def cancel(self) -> None:
         """The epoch is over, and with it all of its transfers."""
@@ -180,7 +181,10 @@ class TransferCalls:
                 log.info("leases_not_renewed", error=str(error))
             await asyncio.sleep(_RENEW_S)
 
-    async def _abort(self, transfer_id: str) -> None:
+    async def _abort(self, transfer_id: str, behind: asyncio.Task[bool] | None = None) -> None:
+        """behind: a chunk that is on its way to the workers: ahead of it the abort would find nothing."""
+        if behind is not None:
+            await asyncio.wait((behind,))
         request = worker_pb2.AbortTransferRequest(transfer_id=transfer_id)
         try:
             await together([rank.transport.abort_transfer(request) for rank in self._stream.rank_streams])

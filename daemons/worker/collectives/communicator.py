@@ -60,6 +60,16 @@ class Communicator(ABC):
         gather().
         """
 
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """As all_to_all(), which is begun; the result waits for it. Several may be under way: they end in their order.
+
+        Default: nothing is under way when it returns.
+        """
+        came = self.all_to_all(x, to_ranks, from_ranks)
+        return lambda: came
+
     @abstractmethod
     def close(self) -> None:
         """Ends running collectives, and those to come, with CollectiveAborted. Idempotent; does not block."""

@@ -9,7 +9,7 @@ and of the slot of its expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ class AllToAllDispatch(ExpertDispatch):
         self.group = group
         self._mode = DispatchMode.NORMAL
         self._max_rows = 0
+        self.between: Callable[[], None] = _nothing
+        """Called while rows are under way."""
 
     def set_dispatch_mode(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
         # A scheduler that knows no modes leaves it open.
@@ -76,7 +78,7 @@ class AllToAllDispatch(ExpertDispatch):
         within_P = torch.arange(len(order_P)) - (counts_N.cumsum(0) - counts_N)[ranks_in_order_P]
         sent_P = first_N[ranks_in_order_P] + within_P
         sent_XB[sent_P] = packed_PB
-        came_XB = self.group.all_to_all(sent_XB, to_ranks, from_ranks)
+        came_XB = self._exchanged(sent_XB, to_ranks, from_ranks)
         # Copies: a view as another type needs an aligned beginning.
         held_X = came_XB[:, -_SLOT_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
         came_R = (held_X >= 0).nonzero().flatten()
@@ -91,10 +93,19 @@ class AllToAllDispatch(ExpertDispatch):
         assert isinstance(route, _Route)
         back_XD = results_RD.new_zeros(sum(route.from_ranks), results_RD.shape[1])
         back_XD[route.came_R] = results_RD
-        came_XD = self.group.all_to_all(back_XD, route.from_ranks, route.to_ranks)
+        came_XD = self._exchanged(back_XD, route.from_ranks, route.to_ranks)
         results_PD = torch.empty(len(route.order_P), results_RD.shape[1], dtype=results_RD.dtype)
         results_PD[route.order_P] = came_XD[route.sent_P]
         return results_PD
+
+    def _exchanged(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        came = self.group.start_all_to_all(x, to_ranks, from_ranks)
+        self.between()
+        return came()
+
+
+def _nothing() -> None:
+    return
 
 
 def _pack(x_PD: torch.Tensor, held_P: torch.Tensor) -> torch.Tensor:

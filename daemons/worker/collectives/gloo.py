@@ -37,7 +37,7 @@ class GlooCommunicator(Communicator):
         self._meeting = meeting
         self._is_closed = False
         self._failure = ""
-        self._work: dist.Work | None = None
+        self._running: list[dist.Work] = []
         try:
             alive = _store(meeting)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -69,26 +69,52 @@ class GlooCommunicator(Communicator):
         return gathered
 
     def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self.start_all_to_all(x, to_ranks, from_ranks)()
+
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         self.check()
         x = x.contiguous()
         assert len(x) == sum(to_ranks), (x.shape, to_ranks)
         came = torch.empty((sum(from_ranks), *x.shape[1:]), dtype=x.dtype)
         options = dist.AllToAllOptions()
         splits = list(from_ranks), list(to_ranks)
-        self._complete(lambda process_group: process_group.alltoall_base(came, x, *splits, options))  # type: ignore[attr-defined]
-        return came
+        work = self._start(lambda process_group: process_group.alltoall_base(came, x, *splits, options))  # type: ignore[attr-defined]
+
+        def finish() -> torch.Tensor:
+            self._finish(work)
+            # Rows that are sent have to be there until then.
+            assert len(x) == sum(to_ranks)
+            return came
+
+        return finish
 
     def _complete(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
         """Starts a collective and waits for it."""
-        assert self._process_group is not None
+        self._finish(self._start(start))
+
+    def _start(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> dist.Work:
+        if self._process_group is None:
+            raise self._lost(self._failure or "a connection failed")
         try:
-            self._work = work = start(self._process_group)
+            work = start(self._process_group)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._running.append(work)
+        return work
+
+    def _finish(self, work: dist.Work) -> None:
+        try:
             self._await(work)
         except RuntimeError as error:
-            # Whoever waits for this rank learns of it by the connections that close here.
-            self._process_group = None
-            raise self._lost(f"a connection failed: {_first_line(error)}") from error
-        self._work = None
+            raise self._failed(error) from error
+        self._running.remove(work)
+
+    def _failed(self, error: RuntimeError) -> RankLost:
+        # Whoever waits for this rank learns of it by the connections that close here.
+        self._process_group = None
+        return self._lost(f"a connection failed: {_first_line(error)}")
 
     def close(self) -> None:
         if self._is_closed:
@@ -128,7 +154,7 @@ class GlooCommunicator(Communicator):
         return RankLost(f"{self._meeting.name}: {why}")
 
     def _outlive_work(self) -> None:
-        while self._work is not None and not self._work.is_completed():
+        while any(not work.is_completed() for work in self._running):
             time.sleep(_POLL.total_seconds())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -62,6 +62,12 @@ class RankGroup:
     def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
         """As Communicator.all_to_all."""
         return self._communicator().all_to_all(x, to_ranks, from_ranks)
+
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """As Communicator.start_all_to_all."""
+        return self._communicator().start_all_to_all(x, to_ranks, from_ranks)
 
     def _communicator(self) -> Communicator:
         if self.communicator is None:

@@ -26,6 +26,7 @@ def load_cpu_runner(
     model_impl: str = "auto",
     group: Group | None = None,
     experts: ExpertDispatch | None = None,
+    two_batch_min_rows: int = 0,
 ) -> ModelRunner:
     """Loads a folder in Hugging Face format; takes seconds and more, blocks.
 
@@ -37,6 +38,7 @@ def load_cpu_runner(
     model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
     group: the ranks that hold the model together, of which this one loads its share; None: it computes alone.
     experts: the ranks that share the experts, of which this one loads its own; None: it has all.
+    two_batch_min_rows: see `CpuRunner`.
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     from radixmesh.daemons.worker.cpu.load import load_runner
@@ -55,4 +57,5 @@ def load_cpu_runner(
         model_impl=model_impl,
         group=group,
         experts=experts,
+        two_batch_min_rows=two_batch_min_rows,
     )

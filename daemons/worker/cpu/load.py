@@ -59,6 +59,7 @@ def load_runner(
     model_impl: str = "auto",
     group: Group | None = None,
     experts: ExpertDispatch | None = None,
+    two_batch_min_rows: int = 0,
 ) -> CpuRunner | EncoderRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
@@ -126,6 +127,7 @@ def load_runner(
         num_threads=num_threads,
         group=group,
         experts=experts,
+        two_batch_min_rows=two_batch_min_rows,
     )
     if experts.size > 1:
         assert isinstance(experts, AllToAllDispatch)

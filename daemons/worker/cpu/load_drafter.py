@@ -26,7 +26,7 @@ from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
-from radixmesh.daemons.worker.speculation.models.eagle3 import build_eagle3
+from radixmesh.daemons.worker.speculation.models.eagle3 import Eagle3Model, TargetSizes, build_eagle3
 from radixmesh.daemons.worker.speculation.models.mtp import mtp_of
 from radixmesh.daemons.worker.speculation.models.standalone import StandaloneModel
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
@@ -76,16 +76,12 @@ def _load_eagle3(speculation: Speculation, runner: CpuRunner, placement: Placeme
     folder, target = speculation.draft_model, runner.model
     assert folder is not None, "settings see to it"
     if not target.shows_hidden:
-        raise MeshError(
-            common_pb2.ERROR_REASON_UNSUPPORTED,
-            "--speculative-algorithm eagle3 reads states of the model's layers, which one that is computed by modules "
-            "of transformers does not show: draft with ngram or standalone",
-            {"feature": "speculative_algorithm"},
-        )
-    built = build_eagle3(ConfigReader.open(folder), index_tensors(folder), target, placement)
+        raise shows_nothing()
+    sizes = TargetSizes(target.hidden_size, target.vocab_size, target.kv_layout.num_layers)
+    built = build_eagle3(ConfigReader.open(folder), index_tensors(folder), sizes, placement)
     load_tensors(folder, built.targets)
-    built.model.check(folder)
-    return built.model
+    built.check(folder)
+    return Eagle3Model(built.config, built.weights, target, built.hidden_layers, placement)
 
 
 def _load_standalone(speculation: Speculation, runner: CpuRunner, target: Path, placement: Placement) -> DraftModel:
@@ -93,15 +89,31 @@ def _load_standalone(speculation: Speculation, runner: CpuRunner, target: Path, 
     assert folder is not None, "settings see to it"
     architecture = ConfigReader.open(folder).strings("architectures")[0]
     if architecture in ENCODER_ARCHITECTURES:
-        raise _no_drafter(folder, f"is the encoder {architecture}, which generates no text")
+        raise no_drafter(folder, f"is the encoder {architecture}, which generates no text")
     model = load_model(folder, placement).model
     if Task.GENERATE not in model.tasks:
-        raise _no_drafter(folder, "generates no text")
+        raise no_drafter(folder, "generates no text")
+    check_vocabulary(folder, target)
+    return StandaloneModel(model, runner.vocab_size)
+
+
+def check_vocabulary(folder: Path, target: Path) -> None:
+    """Raises MeshError INVALID_ARGUMENT for a network whose ids mean other texts than the target's, where both folders
+    tell."""
     if all((of / "tokenizer.json").is_file() for of in (folder, target)):
         of_draft, of_target = (Vocabulary.load(of).tokens for of in (folder, target))
         if of_draft != of_target:
-            raise _no_drafter(folder, f"has another vocabulary than {target.name}, so its ids mean other texts")
-    return StandaloneModel(model, runner.vocab_size)
+            raise no_drafter(folder, f"has another vocabulary than {target.name}, so its ids mean other texts")
+
+
+def shows_nothing() -> MeshError:
+    """Refusal of a network that reads states of a target that shows none."""
+    return MeshError(
+        common_pb2.ERROR_REASON_UNSUPPORTED,
+        "--speculative-algorithm eagle3 reads states of the model's layers, which one that is computed by modules "
+        "of transformers does not show: draft with ngram or standalone",
+        {"feature": "speculative_algorithm"},
+    )
 
 
 @contextmanager
@@ -121,7 +133,8 @@ def _fitting(speculation: Speculation) -> Iterator[None]:
         ) from error
 
 
-def _no_drafter(folder: Path, what: str) -> MeshError:
+def no_drafter(folder: Path, what: str) -> MeshError:
+    """Refusal of a folder that holds no network for the target."""
     return MeshError(
         common_pb2.ERROR_REASON_INVALID_ARGUMENT,
         f"--speculative-draft-model-path: {folder} {what}: name the folder of a network for this model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,14 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
+from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
+from radixmesh.daemons.worker.cpu.two_batches import TwoBatches, halves
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
@@ -47,7 +51,9 @@ class CpuRunner(ModelRunner):
         num_threads: int,
         group: Group | None = None,
         experts: ExpertDispatch | None = None,
+        two_batch_min_rows: int = 0,
     ) -> None:
+        """two_batch_min_rows: steps in which a rank has so many rows run as two half batches; 0: none does."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
@@ -67,6 +73,11 @@ class CpuRunner(ModelRunner):
         self._experts = experts or LocalDispatch()
         # Those of this rank; the group's are those that all its ranks have.
         self._own_tiles = self._tiles = tiles
+        self._two_batch_min_rows, self._most_rows = two_batch_min_rows, 0
+        self._two_batches: TwoBatches | None = None
+        if two_batch_min_rows and isinstance(self._experts, AllToAllDispatch):
+            self._two_batches = TwoBatches()
+            self._experts.between = self._two_batches.pass_on
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
@@ -95,6 +106,8 @@ class CpuRunner(ModelRunner):
             is_placed = self._experts.size > 1
             functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
             self._tiles = common_tiles(self._own_tiles, functions, self._group)
+        if isinstance(self._experts, AllToAllDispatch):
+            agree_on_steps(self._experts.group, self._two_batch_min_rows, "--two-batch-min-rows")
 
     def admitted(self, admit: Admit) -> None:
         if self._lengths is not None:
@@ -104,6 +117,7 @@ class CpuRunner(ModelRunner):
 
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
+        self._most_rows = max_tokens_per_rank
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         before = self._experts.num_pairs
@@ -126,18 +140,15 @@ class CpuRunner(ModelRunner):
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         if not segments and self._experts.size == 1:
             return []
-        # The number of threads is a property of the calling thread, and part of what fixes the bits.
-        if torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
         if not segments:
             # Experts of this rank compute the rows of others.
-            self._model.forward(idle_batch(self._tiles, self.pool))
+            self._forward((), None)
             return []
         drafter = self._drafter
         if drafter is not None:
             segments = self._with_drafts(drafter, segments)
         states = HiddenStates(drafter.hidden_layers) if drafter is not None and drafter.hidden_layers else None
-        hidden_TD = self._model.forward(self.batch_of(segments, states))
+        hidden_TD = self._forward(segments, states)
         if drafter is not None:
             num_rows = sum(len(segment.ids) for segment in segments)
             shown = () if states is None else (states.by_layer[layer][:num_rows] for layer in drafter.hidden_layers)
@@ -162,6 +173,25 @@ class CpuRunner(ModelRunner):
             row += len(segment.ids)
         return outputs
 
+    def _forward(self, segments: Sequence[Segment], states: HiddenStates | None) -> torch.Tensor:
+        """Rows as the segments have them, and padding behind. Alike on all ranks: the plan's header says how many rows
+        any of them has at most."""
+        if self._two_batches is None or self._most_rows < self._two_batch_min_rows:
+            return self._half(segments, states)
+        assert states is None, "ranks that share experts draft nothing"
+        first, second = halves(segments)
+        hidden = self._two_batches.run(partial(self._half, first), partial(self._half, second))
+        counts = [sum(len(segment.ids) for segment in half) for half in (first, second)]
+        return torch.cat([rows_TD[:count] for rows_TD, count in zip(hidden, counts, strict=True)])
+
+    @torch.inference_mode()
+    def _half(self, segments: Sequence[Segment], states: HiddenStates | None = None) -> torch.Tensor:
+        # The number of threads is a property of the calling thread, and part of what fixes the bits.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        batch = self.batch_of(segments, states) if segments else idle_batch(self._tiles, self.pool)
+        return self._model.forward(batch)
+
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
         """As `forward` without sampling: the logits of every token, float32 [length, vocabulary] a segment."""
@@ -177,11 +207,11 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
-        return self.pool.read_tokens(torch.from_numpy(indexes.astype(np.int64))).numpy()
+        return self.pool.read_tokens(torch.from_numpy(indexes)).numpy()
 
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        self.pool.write_tokens(torch.from_numpy(indexes.astype(np.int64)), torch.from_numpy(data))
+        self.pool.write_tokens(torch.from_numpy(indexes), torch.from_numpy(data))
         if self._drafter is not None:
             self._drafter.received(indexes)
 

@@ -8,8 +8,9 @@ load:                      +-- waits for step k, and for saves of its pages -- l
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -37,18 +38,27 @@ class _Copy(NamedTuple):
 
 
 class CudaHostPool(HostPool):
-    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads.
+    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads. loaded:
+    told of device pages that are being loaded, ahead of all steps that may read them.
 
     Raises INVALID_ARGUMENT for memory that cannot be had.
     """
 
-    def __init__(self, device: CudaDevice, planes: Mapping[str, torch.Tensor], num_bytes: int, spare_page: int) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: CudaDevice,
+        planes: Mapping[str, torch.Tensor],
+        num_bytes: int,
+        spare_page: int,
+        loaded: Callable[[IntArray], None] | None = None,
+    ) -> None:
+        self._device, self._loaded = device, loaded
         self._planes = tuple(planes.values())
         page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
-        self._words = locked_words(self.num_pages * page_words).view(self.num_pages, page_words)
+        self._memory = LockedMemory(self.num_pages * page_words)
+        self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
@@ -74,6 +84,8 @@ class CudaHostPool(HostPool):
             late.event.hold(stream)
         copy = self._copy(stream, device_pages, host_pages, to_host=False)
         self._loads.append(copy)
+        if self._loaded is not None:
+            self._loaded(device_pages)
         return copy.event
 
     def overwritten(self, device_pages: IntArray) -> None:
@@ -117,28 +129,41 @@ class CudaHostPool(HostPool):
         return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
 
 
-def locked_words(num: int) -> torch.Tensor:
-    """int32 [num] of host memory that the device reads and writes where it lies; for the life of the process.
+class LockedMemory:
+    """int32 `words` [num] of host memory that the device reads and writes where it lies, until this object is gone.
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
     """
+
+    def __init__(self, num: int) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        locked: list[int] = []
+
+        def lock(start: int) -> None:
+            part = self.words[start : start + _LOCKED_WORDS]
+            part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
+            torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
+            locked.append(part.data_ptr())
+
+        try:
+            memory = mmap.mmap(-1, 4 * num)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            self.words = torch.frombuffer(memory, dtype=torch.int32)
+            with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
+                list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
+        except (MemoryError, OSError, RuntimeError) as error:
+            _unlock(locked, None)
+            message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
+        # Before the addresses may be another's: what is registered cannot be registered again.
+        weakref.finalize(self, _unlock, locked, self.words).atexit = False
+
+
+def _unlock(addresses: list[int], words: torch.Tensor | None) -> None:
+    """words: stay mapped until then."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def lock(start: int) -> None:
-        part = words[start : start + _LOCKED_WORDS]
-        part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
-        torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
-
-    try:
-        memory = mmap.mmap(-1, 4 * num)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        words = torch.frombuffer(memory, dtype=torch.int32)
-        with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
-            list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
-    except (MemoryError, OSError, RuntimeError) as error:
-        message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
-        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
-    return words
+    for address in addresses:
+        runtime.cudaHostUnregister(address)
 
 
 def _last_with(copies: deque[_Copy], device_pages: IntArray | None, host_pages: IntArray | None) -> _Copy | None:

@@ -15,6 +15,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows
 
@@ -61,6 +62,12 @@ class Residual:
         """A GEMM's result [T, D], of rows that were normed before, for whoever reads the rows next."""
         assert self._pending is None and result.norm_input_TD is None
         self._pending = result
+
+
+def note_hidden(hidden: HiddenStates | None, layer: int, residual: Residual) -> None:
+    """Keeps the output of a layer for who wants it: the layers behind it change the residual in place."""
+    if hidden is not None and hidden.wants(layer):
+        hidden.note(layer, residual.rows().clone())
 
 
 class Linear(ABC):

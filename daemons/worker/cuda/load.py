@@ -19,13 +19,20 @@ from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
+from radixmesh.daemons.worker.cuda.drafting.load import (
+    load_network,
+    network_creator,
+    network_work_bytes,
+    token_bytes,
+)
+from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
-from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows
+from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows, tuned_rows
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
@@ -33,6 +40,7 @@ from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
+from radixmesh.daemons.worker.speculation.settings import Speculation
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
@@ -51,7 +59,8 @@ _PAGES_TO_COMPILE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """Settings from the worker's flags of the same names; num_pages None = as many as fit."""
+    """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
+    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts."""
 
     dtype: str
     attention_backend: str
@@ -71,6 +80,8 @@ class DeviceSettings:
     quantization: str = "auto"
     embed_pooling: str = "mean"
     model_impl: str = "auto"
+    speculation: Speculation | None = None
+    max_drafts: int = 0
     tp_collectives: str = "auto"
 
 
@@ -86,6 +97,7 @@ class ModelOnDevice:
     kernels: Kernels
     limits: RunnerLimits
     kv_scales: tuple[KvScales, ...] | None = None
+    network: LoadedNetwork | None = None
 
 
 def load_cuda_runner(
@@ -180,6 +192,8 @@ def load_on_device(
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs else (),
     )
+    with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
+        network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
     loaded = partial(
         ModelOnDevice,
         settings=settings,
@@ -188,10 +202,12 @@ def load_on_device(
         model=model,
         limits=limits,
         kv_scales=kv_scales,
+        network=network,
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
-        return loaded(kernels=replace(create_kernels(settings, model, graph_rows, where), group=group))
+        sizes = tuned_rows(graph_rows, settings.max_drafts)
+        return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group))
 
     if compilers is not None and settings.kernels == "triton":
         _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))
@@ -221,7 +237,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
     )
     layout = attention.layout(model.kv_layout)
     if num_pages is None:
-        num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
+        num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype) + token_bytes(loaded.network))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(
             layout,
@@ -242,6 +258,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and where.type == "cuda",
             embed_pooling=settings.embed_pooling,
+            create_network=network_creator(loaded, num_pages, device_model),
             group=loaded.kernels.group,
         )
 
@@ -260,7 +277,8 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         max_total_len=limits.max_total_len,
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
-        attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device),
+        attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
+        + network_work_bytes(loaded.network, settings, limits.max_total_len),
     )
     return choose_num_pages(memory, model, token_bytes, device)
 

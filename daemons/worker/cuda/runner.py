@@ -22,10 +22,12 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup, agree_on_steps
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
@@ -41,7 +43,7 @@ from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
-from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
@@ -58,8 +60,15 @@ _log = get_logger(__name__)
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
 
+# Flags that decide to how many rows a step is padded.
+_STEP_FLAGS = (
+    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic and --no-cuda-graphs"
+)
+
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
+NetworkCreator = Callable[[SlotState], DeviceNetwork]
+"""Makes the network that drafts for a model, over the slots of its runner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +101,12 @@ class DeviceRunner(ModelRunner):
         is_deterministic: bool,
         use_pdl: bool,
         embed_pooling: str = "mean",
+        create_network: NetworkCreator | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
-        """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper).
-        group: the ranks that hold the model together with this one."""
+        """create_network: of a model that a network drafts for: `verify(runner.network_drafter)`. use_pdl: kernels at a
+        step's beginning and end may begin before those ahead of them have ended (Hopper). group: the ranks that hold
+        the model together with this one."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
@@ -121,6 +132,7 @@ class DeviceRunner(ModelRunner):
         with device.in_order(), torch.inference_mode():
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
+            self._network = None if create_network is None else create_network(self.slots)
             # A mask may be late for one rank alone: its rows would yield nothing, and those of the others a token.
             self.takes_grammars = not self._attention.needs_exact_lengths and group is None
             self.masks = SlotMasks(
@@ -144,6 +156,7 @@ class DeviceRunner(ModelRunner):
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
                 sizes=limits.prompt_rows,
+                network=self._network,
             )
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._decodes = DecodeSteps(
@@ -206,11 +219,19 @@ class DeviceRunner(ModelRunner):
             self._verify.capture(self.model.dtype)
             self.device.record_event().wait()
 
+    @property
+    def network_drafter(self) -> Drafter:
+        """Drafts by the network that the runner was made with."""
+        assert self._network is not None, "no network was loaded"
+        return NetworkDrafter(self._network)
+
     def formed(self) -> None:
         group = self._group
         if group is None:
             return
-        agree_on_steps(group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size))
+        agree_on_steps(
+            group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size), _STEP_FLAGS
+        )
         with self.device.in_order(), torch.inference_mode():
             if group.is_captured_anew:
                 self._prompts.drop()
@@ -290,6 +311,8 @@ class DeviceRunner(ModelRunner):
         # Not in_order(): entering and leaving a stream costs a tenth of a short step.
         self.device.stay_in_order()
         self._sampler.send()
+        if self._network is not None:
+            self._network.send()
         if self._verify is not None:
             return self._launch_verify(self._verify, rows, segments)
         if not segments:
@@ -325,33 +348,47 @@ class DeviceRunner(ModelRunner):
             from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
 
             words = self.pool.page_words()
-            self.host_pool = CudaHostPool(self.device, words, num_bytes, spare_page=self.num_pages)
+            self.host_pool = CudaHostPool(self.device, words, num_bytes, self.num_pages, self._loaded)
         else:
-            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes())
+            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded)
+
+    @torch.inference_mode()
+    def _loaded(self, pages: IntArray) -> None:
+        """KV came into these pages that a network has not seen."""
+        if self._network is not None:
+            with self.device.in_order():
+                tokens = kv_slots(pages, len(pages) * self.page_size, self.page_size)
+                self._network.received(torch.from_numpy(tokens).to(self.device.torch_device))
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
+            if self._network is not None:
+                self._network.copied(source, target, num_tokens)
 
     @torch.inference_mode()
     def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
         # Behind the steps that were launched: the copy to the host waits for them, and for itself.
         with self.device.in_order():
-            tokens = torch.from_numpy(indexes.astype(np.int64)).to(self.device.torch_device)
+            tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             return self.pool.read_tokens(tokens).cpu().numpy()
 
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
         # From memory that is not pinned the copy to the device returns when the source may change.
         with self.device.in_order():
-            tokens = torch.from_numpy(indexes.astype(np.int64)).to(self.device.torch_device)
+            tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
+            if self._network is not None:
+                self._network.received(tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
         with self.device.in_order():
             self.pool.clear()
+            if self._network is not None:
+                self._network.cleared()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows whose token is wanted."""

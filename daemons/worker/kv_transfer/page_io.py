@@ -11,9 +11,11 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES, chunks_of, has_stamps
+from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of, has_stamps
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ def gather(executor: StepExecutor, pages: IntArray, generations: IntArray, token
     if (records.generations[pages] != generations).any() or (held < size).any():
         raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
     token_bytes = runner.kv_token_bytes
-    for chunk in chunks_of(len(tokens), token_bytes):
+    for chunk in chunks_of(len(tokens), token_bytes, _tokens_at_a_time(token_bytes)):
         data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size))
         start = chunk.offset - STAMP_BYTES
         memory[start : start + chunk.num * token_bytes] = data
@@ -70,7 +72,7 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
         return Failure.PAGES
     if ((target.ids < 0) | (target.ids >= executor.limits.vocab_size)).any():
         return Failure.PAGES
-    for chunk in chunks_of(num_tokens, token_bytes):
+    for chunk in chunks_of(num_tokens, token_bytes, _tokens_at_a_time(token_bytes)):
         data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
         runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, size), data)
     # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
@@ -79,6 +81,11 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
     at = np.arange(num_tokens, dtype=np.int32)
     records.extend(pages[at // size], at % np.int32(size), target.ids)
     return Failure.NONE
+
+
+def _tokens_at_a_time(token_bytes: int) -> int:
+    """Whole chunks whose copy on the device takes little of its memory."""
+    return max(1, _COPY_BYTES // (token_bytes * CHUNK_TOKENS)) * CHUNK_TOKENS
 
 
 def _token_indexes(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:

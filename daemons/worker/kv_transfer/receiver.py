@@ -30,6 +30,8 @@ class Region:
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.num_written = 0
+        self.opened_s = 0.0
+        """When its writer came."""
         self._changed: asyncio.Future[None] | None = None
 
     @property

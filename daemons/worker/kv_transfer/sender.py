@@ -117,9 +117,11 @@ class KvSender:
         self._task.add_done_callback(self._over)
 
     def cancel(self) -> None:
-        """Ends it. Idempotent."""
+        """Ends it, also before it begins. Idempotent."""
         if self._task is not None:
             self._task.cancel()
+        else:
+            self._is_ended = True
 
     async def _run(self, transport: KvTransport, writer: str) -> None:
         try:

@@ -52,10 +52,10 @@ def region_bytes(num_tokens: int, token_bytes: int) -> int:
     return 2 * STAMP_BYTES + num_tokens * token_bytes
 
 
-def chunks_of(num_tokens: int, token_bytes: int) -> Iterator[Chunk]:
-    """Chunks of a region in order."""
-    for first in range(0, num_tokens, CHUNK_TOKENS):
-        yield Chunk(first, min(CHUNK_TOKENS, num_tokens - first), STAMP_BYTES + first * token_bytes)
+def chunks_of(num_tokens: int, token_bytes: int, size: int = CHUNK_TOKENS) -> Iterator[Chunk]:
+    """Chunks of a region in order, or several at a time. size: multiple of CHUNK_TOKENS."""
+    for first in range(0, num_tokens, size):
+        yield Chunk(first, min(size, num_tokens - first), STAMP_BYTES + first * token_bytes)
 
 
 class StagingPool:

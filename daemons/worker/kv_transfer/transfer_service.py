@@ -185,6 +185,8 @@ async def _take(transfers: KvTransfers, region: Region, writer: str, request: wo
     if is_done and memory is not None:
         is_sound = await asyncio.to_thread(checksum_of, memory) == request.checksum
     transfers.receiver.last_word(region, writer, is_done=is_done, is_sound=is_sound)
+    if is_done:
+        transfers.written(region)
 
 
 async def _next(

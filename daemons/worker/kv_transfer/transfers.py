@@ -19,6 +19,7 @@ from radixmesh.daemons.worker.kv_transfer.page_io import Target, gather, scatter
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
+from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.worker.v1 import worker_pb2
@@ -46,6 +47,7 @@ class KvTransfers:
         run: Callable[[Callable[[], object]], Awaitable[object]],
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
+        figures: TransferFigures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance_id = instance_id
@@ -53,6 +55,8 @@ class KvTransfers:
         self._run = run
         self._check_holder = check_holder
         self._received_step = received_step
+        self._figures = figures or TransferFigures()
+        self._clock = clock
         self.staging = StagingPool(staging_bytes)
         new_memory = RegionMemory if transport is None else transport.new_memory
         self.receiver = TransferReceiver(
@@ -77,6 +81,20 @@ class KvTransfers:
         runner = executor.runner
         return worker_pb2.KvFormat(
             weights_digest=self._digest, kv_dtype=runner.kv_dtype, kv_layout=runner.kv_token_layout
+        )
+
+    def counts(self) -> worker_pb2.TransferCounts | None:
+        """For operators; None: there are no transfers here."""
+        if self.format is None:
+            return None
+        return worker_pb2.TransferCounts(
+            num_sending=len(self._senders),
+            num_receiving=len(self.receiver),
+            staging_bytes=self.staging.num_bytes,
+            quarantined_bytes=self.receiver.num_quarantined_bytes,
+            num_sent=self.num_sent,
+            num_received=self.num_received,
+            num_failed=self.num_failed,
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -147,8 +165,12 @@ class KvTransfers:
         skipped = first_token % executor.limits.page_size
         tokens = range(skipped, skipped + request.num_tokens)
 
+        def job(memory: ByteArray) -> None:
+            with self._figures.timed("gather", len(memory)):
+                gather(executor, pages, generations, tokens, memory)
+
         async def gathered(memory: ByteArray) -> None:
-            await self._to_the_end(lambda: gather(executor, pages, generations, tokens, memory))
+            await self._to_the_end(lambda: job(memory))
 
         sender = self._senders.get(region.transfer_id)
         is_new = sender is None
@@ -182,6 +204,10 @@ class KvTransfers:
         self._senders.pop(sender.region.transfer_id, None)
         self.num_sent += is_sent
         self.num_failed += not is_sent
+        if is_sent:
+            self._figures.passed("send", num_bytes, seconds)
+        else:
+            self._figures.failed("not_sent")
 
     async def commit(self, request: worker_pb2.CommitTransferRequest) -> Failure:
         """Scatters a written region into pages, behind a step. Raises EPOCH_FENCED or TRANSFER_FAILED."""
@@ -216,7 +242,8 @@ class KvTransfers:
 
         def job() -> None:
             nonlocal outcome
-            outcome = scatter(executor, target, memory, region.key.stamp())
+            with self._figures.timed("scatter", len(memory)):
+                outcome = scatter(executor, target, memory, region.key.stamp())
 
         try:
             await self._to_the_end(job)
@@ -246,7 +273,13 @@ class KvTransfers:
     def open(self, region: worker_pb2.TransferRegion, writer: str) -> Region:
         """Another worker begins to write. Raises TRANSFER_FAILED."""
         self._offered(region.kv)
-        return self.receiver.open(_key_of(region), region.num_bytes, writer)
+        found = self.receiver.open(_key_of(region), region.num_bytes, writer)
+        found.opened_s = self._clock()
+        return found
+
+    def written(self, region: Region) -> None:
+        """Its writer has said that all is there."""
+        self._figures.passed("receive", region.num_bytes, self._clock() - region.opened_s)
 
     def close(self) -> None:
         """Nothing is sent any more."""
@@ -287,6 +320,7 @@ class KvTransfers:
             return
         self.num_failed += 1
         failure = region.reception.failure.name.lower()
+        self._figures.failed(failure)
         log.info("kv_not_received", transfer=region.key.transfer_id, failure=failure)
 
     async def _tick(self) -> None:

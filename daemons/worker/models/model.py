@@ -53,6 +53,10 @@ class HiddenStates:
         self._layers = frozenset(layers)
         self.by_layer: dict[int, torch.Tensor] = {}
 
+    def wants(self, layer: int) -> bool:
+        """True if somebody wants a layer's output."""
+        return layer in self._layers
+
     def note(self, layer: int, x_TD: torch.Tensor) -> None:
         """Keeps a layer's output if it is wanted. Nobody changes that tensor afterwards."""
         if layer in self._layers:

@@ -20,6 +20,8 @@ class SpeculativeAlgorithm(StrEnum):
 
 
 _OF_FOLDER = (SpeculativeAlgorithm.STANDALONE, SpeculativeAlgorithm.EAGLE3)
+NETWORKS = (*_OF_FOLDER, SpeculativeAlgorithm.MTP)
+"""Those by which a network drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
-from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
+from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
 from radixmesh.daemons.worker.cuda.model.attention import (
     Attention,
     GroupedQueryAttention,
@@ -59,6 +59,7 @@ from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.row_experts import SharedWeights
 from radixmesh.kernels.rope_kv import HeadShape, KvTarget, RopeAngles
@@ -70,6 +71,8 @@ class LoadedDecoder(LoadedModel):
 
     Raises MeshError UNSUPPORTED for what only the CPU backend computes.
     """
+
+    shows_hidden = True
 
     def __init__(
         self, model: DecoderModel, quantized: QuantizedLayers | None = None, *, is_share: bool = False
@@ -190,7 +193,9 @@ class DeviceDecoder(DeviceModel):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
 
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
         if self._vocabulary is not None:
             x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         if self._embedding_scale != 1.0:
@@ -199,18 +204,22 @@ class DeviceDecoder(DeviceModel):
             x_TD += functional.embedding(target.positions_T, self._positions_PD)
         residual = Residual(x_TD)
         if self._config.is_parallel:
-            return self._parallel_layers(residual, target, attention)
-        for layer in self.parts:
+            return self._parallel_layers(residual, target, attention, hidden)
+        for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
+            note_hidden(hidden, index, residual)
         return residual.rows()
 
-    def _parallel_layers(self, residual: Residual, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def _parallel_layers(
+        self, residual: Residual, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None
+    ) -> torch.Tensor:
         """Attention and MLP both read the input of the layer, which the attention overwrites."""
-        for layer in self.parts:
+        for index, layer in enumerate(self.parts):
             source_TD = residual.rows().clone()
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual, source_TD)
+            note_hidden(hidden, index, residual)
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

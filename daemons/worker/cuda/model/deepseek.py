@@ -15,7 +15,7 @@ from radixmesh.daemons.worker.cuda.experts import RowExperts
 from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices, QuantizedDeepseek
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
-from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
+from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
 from radixmesh.daemons.worker.cuda.model.attention import Attention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
@@ -36,6 +36,7 @@ from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, Rout
 from radixmesh.daemons.worker.models.deepseek.model import PLANE, DeepseekModel
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, LatentAttentionWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.kernels.mla_rows import LatentNorm
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
@@ -48,13 +49,15 @@ class LoadedDeepseek(LoadedModel):
     """quantized: the projections and experts, where the weights have none. is_share: other ranks have the rest of
     them."""
 
+    shows_hidden = True
+
     def __init__(
         self, model: DeepseekModel, quantized: QuantizedDeepseek | None = None, *, is_share: bool = False
     ) -> None:
         config, weights = model.config, model.weights
         # A share's results are summed over the ranks before anything is added to the residual.
         self._output_epilogue = GemmEpilogue.PLAIN if is_share else GemmEpilogue.ADDED
-        self.config, self.weights = config, weights
+        self.config, self.weights, self.mtp_layers = config, weights, model.mtp_layers
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_total_len = config.num_layers, config.max_total_len
         self.dtype = weights.final_norm_D.dtype
@@ -126,8 +129,8 @@ class DeviceDeepseek(DeviceModel):
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
         self.parts = [
             _Layer(
-                _create_attention(config, layer, matrices, kernels, angles, kv.tokens(PLANE, index)),
-                _create_mlp(config, layer, matrices, kernels),
+                create_attention(config, layer, matrices, kernels, angles, kv.tokens(PLANE, index)),
+                create_mlp(config, layer, matrices, kernels),
             )
             for index, (layer, matrices) in enumerate(zip(weights.layers, loaded.matrices, strict=True))
         ]
@@ -135,13 +138,16 @@ class DeviceDeepseek(DeviceModel):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
 
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
         if self._vocabulary is not None:
             x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         residual = Residual(x_TD)
-        for layer in self.parts:
+        for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
+            note_hidden(hidden, index, residual)
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -153,7 +159,7 @@ class DeviceDeepseek(DeviceModel):
         return self._ops.rms_norm(hidden_TD, self._final_norm.weight_D, self._final_norm.eps).float()
 
 
-def _create_attention(
+def create_attention(
     config: DeepseekConfig,
     layer: DeepseekLayer,
     matrices: DeepseekMatrices,
@@ -183,7 +189,7 @@ def _create_query(weights: LatentAttentionWeights, matrices: DeepseekMatrices, k
     return LatentQuery(norm_Q=weights.query_norm_Q, eps=INNER_EPS, w_query=w_query)
 
 
-def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
+def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekMatrices, kernels: Kernels) -> Mlp:
     weights = layer.mlp
     if isinstance(weights, MlpWeights):
         assert matrices.gate_up is not None and matrices.down is not None

@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
-from radixmesh.daemons.worker.models.model import KvHeads
+from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
@@ -78,6 +78,8 @@ class LoadedModel(ABC):
     num_plain: int | None
     can_capture: bool = True
     """False: a forward waits for the device, and is launched kernel by kernel."""
+    shows_hidden: bool = False
+    """True if `layers` of its model fills `hidden`."""
     kv_heads: KvHeads | None = None
     """Those of this rank; None: it has all."""
     latent_rank: int | None = None
@@ -120,9 +122,11 @@ class DeviceModel(ABC):
         return functional.embedding(ids_T, self.embedding_VD)
 
     @abstractmethod
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
         """Writes the KV of all rows; [T, D] after the last layer, before the final norm. May overwrite x, the rows'
-        embeddings."""
+        embeddings. hidden: takes the outputs of layers, of a model that shows them; None: nobody wants any."""
 
     @abstractmethod
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

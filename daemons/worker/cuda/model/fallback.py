@@ -24,7 +24,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     ids_as_embedding,
 )
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
-from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.model import HiddenStates, Placement
 from radixmesh.daemons.worker.models.transformers_fallback.attention import AttentionLayer, Rows
 from radixmesh.daemons.worker.models.transformers_fallback.loading import load_transformers_model
 from radixmesh.daemons.worker.models.transformers_fallback.model import TransformersModel
@@ -85,7 +85,10 @@ class DeviceFallback(DeviceModel):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return ids_T.clone()[:, None]
 
-    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def layers(
+        self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
+    ) -> torch.Tensor:
+        assert hidden is None, "modules of transformers show no hidden states"
         positions_T = target.positions_T.long()
         pages_T = target.page_tables[target.row_slots_T.long(), positions_T // target.page_size].long()
         places_T = pages_T * target.page_size + positions_T % target.page_size

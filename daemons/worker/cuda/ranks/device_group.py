@@ -8,7 +8,6 @@ whatever the step computed is dropped. Legend: T rows, N features, W this rank's
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.group_member import CollectiveAborted
 
 
 class DeviceGroup(ABC):
@@ -64,20 +62,6 @@ class DeviceGroup(ABC):
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def agree_on_steps(ranks: RankGroup, facts: object) -> None:
-    """Raises CollectiveAborted unless all ranks pad and capture steps alike: they would meet with other rows.
-
-    facts: all that decides it, of one repr on all ranks.
-    """
-    digest = hashlib.sha256(repr(facts).encode()).digest()
-    told = ranks.stack(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    if not bool((told == told[0]).all()):
-        raise CollectiveAborted(
-            "the ranks run steps of other sizes: give all of them the same --num-slots, --max-tokens-per-step, "
-            "--max-total-len, --page-size, --dtype, --deterministic and --no-cuda-graphs"
-        )
 
 
 class HostGroup(DeviceGroup):

@@ -56,3 +56,9 @@ def default_graph_rows(max_rows: int) -> tuple[int, ...]:
     """Sizes up to max_rows: close where a row of padding costs much, 32 apart where it costs little."""
     sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, *range(160, 1025, 32), max_rows}
     return tuple(sorted(size for size in sizes if size <= max_rows))
+
+
+def tuned_rows(graph_rows: Sequence[int], max_drafts: int) -> tuple[int, ...]:
+    """Rows of the forwards of steps of such sizes: of those without drafts, and of those that verify them. GEMMs have
+    kernels of their own for these numbers of rows alone; for all others the library's first choice."""
+    return tuple(sorted({size * width for size in graph_rows for width in (1, 1 + max_drafts)}))

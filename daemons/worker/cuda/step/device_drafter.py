@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
 from radixmesh.kernels.sampling.ngram import propose_ngrams
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 
 
 class DeviceDrafter(ABC):
-    """The seam's device end. Its work is part of captured steps: fixed launches, and no wait for the host."""
+    """The seam's device end. Its work is part of captured steps: fixed launches, and no wait for the host.
+
+    One that keeps something of tokens is told what happens to them; by default nothing is kept. hidden_layers: layers
+    of the target whose outputs `computed` takes, from 0.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def begin(self, state: SlotLengths, sampler: SlotSampler, *, max_rows: int, max_drafts: int) -> None:
+        """Before all steps: of up to max_rows rows, each with up to max_drafts drafts."""
+        return
 
     @abstractmethod
     def propose(self, inputs: DraftInputs, state: SlotLengths) -> None:
@@ -18,6 +35,26 @@ class DeviceDrafter(ABC):
 
         state.tokens_SL has prompt and output of each slot, but not yet its last token, which may be sent with `inputs`.
         """
+
+    def computed(self, rows: DraftRows, hidden: HiddenStates) -> None:
+        """The target computed these positions; `hidden` has its states. Part of the step."""
+        return
+
+    def warm_up(self) -> None:
+        """Compiles what is launched outside of captured steps."""
+        return
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot."""
+        return
+
+    def launching(self, slots: IntArray, *, has_drafts: bool) -> None:
+        """A step of these slots is about to be launched, behind all work so far."""
+        return
+
+    def launched(self, slots: IntArray, counts: IntArray, num_drafts: IntArray) -> None:
+        """A step that drafted is over: what its rows yielded, and how many drafts each had."""
+        return
 
 
 class DeviceNgram(DeviceDrafter):

@@ -18,12 +18,14 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 from radixmesh.kernels.rope_kv import KvTarget
 
@@ -64,8 +66,10 @@ class PromptSteps:
         max_tokens: int,
         max_total_len: int,
         sizes: tuple[int, ...],
+        network: DeviceNetwork | None = None,
     ) -> None:
-        self._model = model
+        """network: drafts, and follows what chunks compute; None: none does."""
+        self._model, self._network = model, network
         self._attention = attention
         self._slots, self._masks = slots, masks
         self._page_size = page_size
@@ -146,8 +150,15 @@ class PromptSteps:
         tables = self._slots.page_tables
         views.clamp(self._masks)
         target = KvTarget(views.positions, views.slots, tables, self._page_size)
-        attention = self._attention.begin(views.attention(tables, max_chunk_len), variant)
-        return self._model.layers(self._model.embed(views.ids(self._slots.last_tokens)), target, attention)
+        step, ids_T, network = views.attention(tables, max_chunk_len), views.ids(self._slots.last_tokens), self._network
+        attention = self._attention.begin(step, variant)
+        if network is None:
+            return self._model.layers(self._model.embed(ids_T), target, attention)
+        states = HiddenStates(network.hidden_layers)
+        shown = states if network.hidden_layers else None
+        hidden_TD = self._model.layers(self._model.embed(ids_T), target, attention, shown)
+        network.computed_chunks(ids_T, views.positions, step, states)
+        return hidden_TD
 
     def _bucket(self, num_rows: int, num_chunks: int) -> int | None:
         """Rows of the graph for a step, None if it is too large for all. One chunk more may be of padding."""

@@ -157,6 +157,13 @@ class SlotSampler:
         rows = SlotRows(self._params, slots, positions)
         sample_greedily(logits_TV, rows, self._scratch, target, use_pdl=use_pdl)
 
+    def sample_drafts(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget
+    ) -> None:
+        """As `sample_greedily`, with the noise of slots that are sampled: by it the target samples there too. Filters
+        and penalties count for the target alone."""
+        sample_rows(logits_TV, SlotRows(self._params, slots, positions), self._scratch, target, Needs.NOISE)
+
     def resample(
         self,
         logits_TV: torch.Tensor,

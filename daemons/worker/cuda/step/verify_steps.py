@@ -29,6 +29,7 @@ from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
+from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, NoDrafts, drafts_of
@@ -97,6 +98,8 @@ class VerifySteps:
         self._device = device
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
+        # Without the drafts that grammars force: what may keep something of tokens.
+        self._follower = self._on_device
         self._chains = chains
         if chains is not None:
             chains.tokens_SL = sampler.tokens_SL
@@ -121,6 +124,8 @@ class VerifySteps:
         self._no_last_S = torch.zeros_like(slots.last_tokens)
         self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
         self._admits: dict[int, Admit] = {}
+        if self._follower is not None:
+            self._follower.begin(self._state, sampler, max_rows=max_rows, max_drafts=max_drafts)
 
     def capture(self, dtype: torch.dtype) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. dtype: of logits."""
@@ -131,6 +136,8 @@ class VerifySteps:
                 stage = partial(self._stage, None, num_rows, width)
                 self._graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
             self._warm_up(width)
+        if self._follower is not None:
+            self._follower.warm_up()
 
     def _warm_up(self, width: int) -> None:
         """Compiles what follows the forward, and has graphs run once: else the first step that drafts looks as if
@@ -152,6 +159,8 @@ class VerifySteps:
     def admitted(self, admit: Admit) -> None:
         """A request took a slot: what is drafted for it."""
         self._admits[admit.slot] = admit
+        if self._follower is not None:
+            self._follower.admitted(admit)
         if self._lengths is not None:
             self._lengths.admitted(admit.slot)
 
@@ -162,6 +171,8 @@ class VerifySteps:
         bucket = self._graphs.bucket(num_rows)
         lengths = self._lengths
         width = self._num_positions if lengths is None else 1 + lengths.choose(rows.slots, is_alone=is_alone)
+        if self._follower is not None:
+            self._follower.launching(rows.slots, has_drafts=width > 1)
         self._stage(rows, bucket or num_rows, width)
         logits_TV = self._forward(num_rows, width) if bucket is None else self._graphs.replay(bucket, str(width))
         padded = bucket or num_rows
@@ -207,6 +218,8 @@ class VerifySteps:
 
     def observe(self, verifying: Verifying, got: Yielded, duration_ns: int | None) -> None:
         """The step took so long; None: chunks were in it too."""
+        if self._follower is not None and verifying.num_positions > 1:
+            self._follower.launched(verifying.slots, got.counts, got.num_drafts)
         if self._lengths is not None:
             self._lengths.observe(verifying.slots, got.counts, verifying.num_positions - 1, duration_ns)
 
@@ -293,7 +306,12 @@ class VerifySteps:
             is_from_host=False,
         )
         target = KvTarget(rows.positions, rows.slots, tables, self._page_size)
-        hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, self._attention.begin(step, ""))
+        follower = self._follower
+        states = HiddenStates(follower.hidden_layers) if follower is not None and follower.hidden_layers else None
+        attention = self._attention.begin(step, "")
+        hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, attention, states)
+        if follower is not None:
+            follower.computed(rows, states or HiddenStates(()))
         logits_TV = self._model.logits(hidden_TD)
         self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width), use_pdl=False)
         return logits_TV

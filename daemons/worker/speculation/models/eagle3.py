@@ -49,6 +49,11 @@ class Eagle3Weights:
     head_DW: torch.Tensor
     offsets_W: torch.Tensor
 
+    @property
+    def ids_W(self) -> torch.Tensor:
+        """int64: the target's ids of what the head can draft."""
+        return torch.arange(len(self.offsets_W), device=self.offsets_W.device) + self.offsets_W
+
 
 class Eagle3Model(DraftModel):
     def __init__(
@@ -92,32 +97,44 @@ class Eagle3Model(DraftModel):
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         weights = self._weights
         logits_TW = rms_norm(output, weights.final_norm_D, self._config.norm_eps) @ weights.head_DW
-        ids_W = torch.arange(len(weights.offsets_W)) + weights.offsets_W
         logits_TV = torch.full((len(output), self._target.vocab_size), float("-inf"))
-        logits_TV[:, ids_W] = logits_TW.float()
+        logits_TV[:, weights.ids_W] = logits_TW.float()
         return logits_TV
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         table_VD = self._weights.embedding_VD
         return self._target.embed(ids_T) if table_VD is None else table_VD[ids_T]
 
+
+class BuiltEagle3(NamedTuple):
+    """A head with unfilled weights, the layers of the target that it reads, and which tensor of a checkpoint goes
+    where."""
+
+    config: DecoderConfig
+    weights: Eagle3Weights
+    hidden_layers: tuple[int, ...]
+    targets: TensorTargets
+
     def check(self, folder: Path) -> None:
         """Raises MeshError BAD_CHECKPOINT for a head whose ids are not the target's. To be called when it is filled."""
-        ids_W = torch.arange(len(self._weights.offsets_W)) + self._weights.offsets_W
-        if int(ids_W.min()) < 0 or int(ids_W.max()) >= self._target.vocab_size:
+        ids_W = self.weights.ids_W
+        if int(ids_W.min()) < 0 or int(ids_W.max()) >= self.config.vocab_size:
             raise bad_checkpoint(
-                folder, f"drafts ids outside the target's vocabulary of {self._target.vocab_size} (d2t)", "d2t"
+                folder, f"drafts ids outside the target's vocabulary of {self.config.vocab_size} (d2t)", "d2t"
             )
 
 
-class BuiltEagle3(NamedTuple):
-    """A head with unfilled weights, and which tensor of a checkpoint goes where."""
+class TargetSizes(NamedTuple):
+    """Sizes of the model that a head drafts for."""
 
-    model: Eagle3Model
-    targets: TensorTargets
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
 
 
-def build_eagle3(reader: ConfigReader, names: Collection[str], target: Model, placement: Placement) -> BuiltEagle3:
+def build_eagle3(
+    reader: ConfigReader, names: Collection[str], target: TargetSizes, placement: Placement
+) -> BuiltEagle3:
     """names: of the checkpoint's tensors. Raises MeshError BAD_CHECKPOINT or UNSUPPORTED naming the key."""
     config = read_llama_config(reader)
     if config.num_layers != 1:
@@ -135,9 +152,8 @@ def build_eagle3(reader: ConfigReader, names: Collection[str], target: Model, pl
         raise reader.error("vocab_size", f"that of the target ({target.vocab_size})")
     num_ids = reader.integer("draft_vocab_size", config.vocab_size)
     weights = _empty(config, target, num_ids, has_embedding, placement)
-    layers = _hidden_layers(reader, target.kv_layout.num_layers)
-    model = Eagle3Model(config, weights, target, layers, placement)
-    return BuiltEagle3(model, _targets(config, weights, "d2t" in names))
+    layers = _hidden_layers(reader, target.num_layers)
+    return BuiltEagle3(config, weights, layers, _targets(config, weights, "d2t" in names))
 
 
 def _hidden_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -152,15 +168,18 @@ def _hidden_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
 
 
 def _empty(
-    config: DecoderConfig, target: Model, num_ids: int, has_embedding: bool, placement: Placement
+    config: DecoderConfig, target: TargetSizes, num_ids: int, has_embedding: bool, placement: Placement
 ) -> Eagle3Weights:
-    def new(*shape: int) -> torch.Tensor:
+    def rows(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=placement.dtype, device=placement.device)
+
+    def new(*shape: int) -> torch.Tensor:
+        return rows(*shape[::-1]).t() if len(shape) == 2 and placement.is_out_first else rows(*shape)
 
     size = config.hidden_size
     return Eagle3Weights(
         w_join_GD=new(_NUM_STATES * target.hidden_size, size),
-        embedding_VD=new(config.vocab_size, size) if has_embedding else None,
+        embedding_VD=rows(config.vocab_size, size) if has_embedding else None,
         embedding_norm_D=new(size),
         feature_norm_D=new(size),
         w_qkv_2DX=new(2 * size, config.query_size + 2 * config.kv_size),

@@ -56,11 +56,16 @@ class MtpModel(DraftModel):
 def mtp_of(target: Model, placement: Placement) -> MtpModel:
     """Raises MeshError UNSUPPORTED for a model without such a layer."""
     if not isinstance(target, DeepseekModel) or not target.mtp_layers:
-        raise MeshError(
-            common_pb2.ERROR_REASON_UNSUPPORTED,
-            "--speculative-algorithm mtp needs a DeepSeek-V3 checkpoint with its layer for multi-token prediction "
-            "(num_nextn_predict_layers, and the tensors behind the last layer): this one has none, draft with ngram, "
-            "standalone or eagle3",
-            {"feature": "speculative_algorithm"},
-        )
+        raise no_mtp_layer()
     return MtpModel(target, placement)
+
+
+def no_mtp_layer() -> MeshError:
+    """Refusal of a target without such a layer."""
+    return MeshError(
+        common_pb2.ERROR_REASON_UNSUPPORTED,
+        "--speculative-algorithm mtp needs a DeepSeek-V3 checkpoint with its layer for multi-token prediction "
+        "(num_nextn_predict_layers, and the tensors behind the last layer): this one has none, draft with ngram, "
+        "standalone or eagle3",
+        {"feature": "speculative_algorithm"},
+    )

@@ -28,6 +28,11 @@ class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GROUP_STATE_ADOPTING: _ClassVar[GroupState]
     GROUP_STATE_SERVING: _ClassVar[GroupState]
     GROUP_STATE_STANDBY: _ClassVar[GroupState]
+
+class CacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_TIER_UNSPECIFIED: _ClassVar[CacheTier]
+    CACHE_TIER_HOST: _ClassVar[CacheTier]
 SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole
 SCHEDULER_ROLE_PREFILL: SchedulerRole
 SCHEDULER_ROLE_DECODE: SchedulerRole
@@ -40,6 +45,8 @@ GROUP_STATE_CONNECTING: GroupState
 GROUP_STATE_ADOPTING: GroupState
 GROUP_STATE_SERVING: GroupState
 GROUP_STATE_STANDBY: GroupState
+CACHE_TIER_UNSPECIFIED: CacheTier
+CACHE_TIER_HOST: CacheTier
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "stops", "aborts", "reservations")
@@ -360,7 +367,7 @@ class WatchCacheResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
-    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank")
+    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank", "tier")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -369,6 +376,7 @@ class CacheInsert(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     node: int
     parent: int
     ids: bytes
@@ -377,7 +385,8 @@ class CacheInsert(_message.Message):
     adapter: str
     salt: str
     dp_rank: int
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
+    tier: CacheTier
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., dp_rank: _Optional[int] = ..., tier: _Optional[_Union[CacheTier, str]] = ...) -> None: ...
 
 class CacheSplit(_message.Message):
     __slots__ = ("node", "upper", "num_upper")

@@ -719,16 +719,36 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("hello", "capabilities", "highest_epoch", "holder_instance_id")
+    __slots__ = ("hello", "capabilities", "highest_epoch", "holder_instance_id", "transfers")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     capabilities: Capabilities
     highest_epoch: int
     holder_instance_id: str
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ...) -> None: ...
+    transfers: TransferCounts
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
+
+class TransferCounts(_message.Message):
+    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed")
+    NUM_SENDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVING_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    num_sending: int
+    num_receiving: int
+    staging_bytes: int
+    quarantined_bytes: int
+    num_sent: int
+    num_received: int
+    num_failed: int
+    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ...) -> None: ...
 
 class PutBlobRequest(_message.Message):
     __slots__ = ("hash", "data", "nixl")

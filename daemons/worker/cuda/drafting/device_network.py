@@ -1,0 +1,273 @@
+"""A network that drafts inside the steps of a GPU: it follows what the target computes, and drafts a chain.
+
+    chunks      features of their tokens are kept, and the network computes its own KV   with the target's forward
+    propose     tokens that it lacks, the last one with them, give the first draft;      before the target's forward
+                then a row a draft
+    computed    features of what the target verified are kept; its KV there is stale     behind the target's forward
+
+All of it is launches of captured steps: which tokens are lacking is found on the device (kernels/sampling/follow.py).
+A step computes a column more of a row than it drafts, which is what a step may yield. What lapsed while steps did not
+draft is computed ahead of the next one that does, at most MOST_BEHIND tokens of a row, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
+from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
+from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.kernels.rope_kv import KvTarget
+from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
+from radixmesh.kernels.sampling.follow import (
+    ChainRows,
+    FreshTokens,
+    NetworkRows,
+    NetworkShape,
+    chain_rows,
+    follow_chunks,
+    follow_rows,
+    tokens_written,
+    write_entries,
+)
+from radixmesh.kernels.sampling.sample import TokenTarget
+
+MOST_BEHIND = 128
+"""Tokens of a row that are computed at most ahead of a step in which drafts pay again."""
+LEAST_CHUNKS = 32
+"""As of `verify_steps`."""
+_INT_MAX = 2**31 - 1
+
+
+class DeviceNetwork(DeviceDrafter):
+    """pool: the network's KV, by token, and one token more for padding. max_rows: of a catch-up, as of a step."""
+
+    def __init__(
+        self,
+        device: Device,
+        network: DraftNetwork,
+        pool: KvPool,
+        attention: DeviceAttention,
+        slots: SlotState,
+        tables_SL: torch.Tensor,
+        *,
+        hidden_layers: tuple[int, ...],
+        num_features: int,
+        dtype: torch.dtype,
+        page_size: int,
+        max_total_len: int,
+        max_rows: int,
+    ) -> None:
+        """tables_SL: int32, memory for the network's own page tables, which the attention reads. page_size: of the
+        target's pages. dtype: of features."""
+        where = device.torch_device
+        self.hidden_layers = hidden_layers
+        self._device, self._network, self._pool, self._attention = device, network, pool, attention
+        self._slots, self._page_size, self._max_rows = slots, page_size, max_rows
+        num_tokens = pool.num_pages + 1
+        self._shape = NetworkShape(1 if num_features else 0, page_size, max_total_len, pool.zero_slot)
+        self._features_NF = torch.zeros(num_tokens, num_features, dtype=dtype, device=where) if num_features else None
+        num_slots = len(slots.lengths)
+        self._fresh = FreshTokens(
+            torch.zeros(num_tokens, dtype=torch.int8, device=where),
+            torch.zeros(num_slots, dtype=torch.int32, device=where),
+            torch.zeros(num_slots, dtype=torch.int32, device=where),
+            tables_SL.fill_(pool.zero_slot),
+        )
+        self._new_slots: list[int] = []
+        # Of each slot: decodes since it drafted last, looks at it that are left after steps without a draft of it, and
+        # whether its length has been sent.
+        self._behind = np.zeros(num_slots, np.int32)
+        self._looks = np.zeros(num_slots, np.int32)
+        self._is_known: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+
+    def begin(self, state: SlotLengths, sampler: SlotSampler, *, max_rows: int, max_drafts: int) -> None:
+        where = self._device.torch_device
+        self._state, self._sampler, self._most = state, sampler, max_drafts
+        self._columns = max_drafts + 1
+        self._rows = NetworkRows.allocate(max_rows * self._columns, max_rows, where)
+        self._chain = ChainRows.allocate(max_rows, where)
+        self._attention.reserve(max_rows * self._columns)
+        self._sampled_1B = torch.zeros(1, max_rows, dtype=torch.int32, device=where)
+        self._zero_1 = torch.zeros(1, dtype=torch.int32, device=where)
+        self._no_last_S = torch.zeros_like(state.last_tokens)
+
+    def warm_up(self) -> None:
+        """Compiles what is not captured."""
+        self._catch_up(np.array([self._slots.dummy_slot], np.int32))
+
+    def propose(self, inputs: DraftInputs, state: SlotLengths) -> None:
+        num_rows, network = len(inputs.slots), self._network
+        rows, chain = self._rows.of(num_rows * self._columns, num_rows), self._chain.of(num_rows)
+        inputs = inputs._replace(window_WB=inputs.window_WB[: self._most])
+        write_entries(inputs, state)
+        follow_rows(inputs, state, self._fresh, self._shape, rows, chain)
+        output = self._compute(rows, num_rows, self._columns).index_select(0, chain.last_rows)
+        sampled_B = self._sampled_1B[0, :num_rows]
+        target = TokenTarget(ring_RT=self._sampled_1B, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
+        for number in range(self._most):
+            self._sampler.sample_drafts(network.logits(output), chain.sample_slots, chain.sample_positions, target)
+            chain_rows(sampled_B, inputs, number, self._slots.dummy_slot, self._shape, chain)
+            if number + 1 < self._most:
+                features_BF = None if self._features_NF is None else output
+                step = self._step(chain.slots, chain.positions, decodes=(chain.slots, chain.kv_lens))
+                output = network.forward(
+                    sampled_B, features_BF, self._target(chain.positions, chain.slots), self._attention.begin(step, "")
+                )
+
+    def computed(self, rows: DraftRows, hidden: HiddenStates) -> None:
+        written_T = tokens_written(rows.positions, rows.slots, self._state, self._fresh, self._page_size)
+        self._keep(written_T, hidden)
+
+    def computed_chunks(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DeviceStep, hidden: HiddenStates
+    ) -> None:
+        chunks = (step.chunk_slots, step.chunk_row_starts, step.chunk_kv_lens)
+        rows = NetworkRows.allocate(len(ids_T), step.num_chunks, ids_T.device)._replace(tokens=ids_T)
+        written_T = follow_chunks(chunks, positions_T, step.page_tables, self._fresh, self._shape, rows)
+        self._keep(written_T, hidden)
+        self._compute(rows, 0, step.max_chunk_len)
+
+    def admitted(self, admit: Admit) -> None:
+        slot = admit.slot
+        self._new_slots.append(slot)
+        self._behind[slot], self._is_known[slot] = 0, False
+        # Tokens that it finds in the cache may have lapsed before.
+        self._looks[slot] = 2 + (len(admit.prompt_ids) + len(admit.output_ids)) // MOST_BEHIND
+
+    def send(self) -> None:
+        if self._new_slots:
+            numbers = np.array(self._new_slots, np.int32)
+            slots = torch.empty(len(numbers), dtype=torch.int32, device=self._device.torch_device)
+            self._device.upload(numbers, slots)
+            for lens_S in (self._fresh.fresh_lens_S, self._fresh.tabled_lens_S):
+                lens_S.index_fill_(0, slots.long(), 0)
+            self._new_slots.clear()
+
+    def launching(self, slots: IntArray, *, has_drafts: bool) -> None:
+        if not has_drafts:
+            self._behind[slots] += 1
+        else:
+            # Of a slot that was just taken the device does not have the length yet.
+            is_lagging = (self._behind[slots] > self._columns) & self._is_known[slots]
+            if is_lagging.any():
+                lagging = slots[is_lagging]
+                size = max(1, self._max_rows // MOST_BEHIND)
+                for first in range(0, len(lagging), size):
+                    self._catch_up(lagging[first : first + size])
+            self._behind[slots] = np.where(is_lagging, np.maximum(self._behind[slots] - MOST_BEHIND, 0), 0)
+        self._is_known[slots] = True
+
+    def launched(self, slots: IntArray, counts: IntArray, num_drafts: IntArray) -> None:
+        """A row without drafts lacks tokens that it found in the cache, or has none to draft for another reason."""
+        has_none = (counts > 0) & (num_drafts == 0) & (self._looks[slots] > 0)
+        self._looks[slots[num_drafts > 0]] = 0
+        self._looks[slots[has_none]] -= 1
+        self._behind[slots[has_none]] = MOST_BEHIND
+
+    def copied(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of a page of the target's are on another page too."""
+        to, since = (slice(page * self._page_size, page * self._page_size + num_tokens) for page in (target, source))
+        self._pool.copy_tokens(since, to)
+        self._fresh.is_fresh_N[to] = self._fresh.is_fresh_N[since]
+        if self._features_NF is not None:
+            self._features_NF[to] = self._features_NF[since]
+
+    def received(self, tokens: torch.Tensor) -> None:
+        """KV that another process computed is on these tokens, int64: hidden states do not travel with it."""
+        self._fresh.is_fresh_N[tokens] = 0
+        if self._features_NF is not None:
+            self._features_NF[tokens] = 0
+
+    def cleared(self) -> None:
+        """Nothing is on any page."""
+        self._pool.clear()
+        for numbers in self._fresh[:3]:
+            numbers.zero_()
+
+    def _catch_up(self, slots: IntArray) -> None:
+        """Computes tokens that the network lacks, but for the last ones: those come with the step that drafts."""
+        where, num_rows = self._device.torch_device, len(slots)
+        columns = torch.empty(num_rows, dtype=torch.int32, device=where)
+        self._device.upload(slots, columns)
+        unsent, none = torch.full_like(columns, -1), torch.zeros_like(columns)
+        inputs = DraftInputs(
+            slots=columns,
+            max_lens=torch.full_like(columns, _INT_MAX),
+            tokens=unsent,
+            lengths=unsent,
+            starts=none,
+            counts=none,
+            window_WB=none[None],
+            entries_E2=none[:0].view(0, 2),
+            num_entries_1=self._zero_1,
+        )
+        rows = NetworkRows.allocate(num_rows * MOST_BEHIND, num_rows, where)
+        follow_rows(inputs, self._state, self._fresh, self._shape, rows, None)
+        self._compute(rows, 0, MOST_BEHIND)
+
+    def _compute(self, rows: NetworkRows, num_rows: int, max_chunk_len: int) -> torch.Tensor:
+        """Rows from the target's tokens and features, [T, *]. num_rows: few of them are decodes each; 0: chunks."""
+        decodes = (rows.slots, rows.kv_lens) if 0 < num_rows < LEAST_CHUNKS else None
+        step = self._step(rows.slots, rows.positions, decodes=decodes, chunks=rows, max_chunk_len=max_chunk_len)
+        features_TF = None if self._features_NF is None else self._features_NF.index_select(0, rows.features)
+        target = self._target(rows.positions, rows.slots)
+        return self._network.forward(rows.tokens, features_TF, target, self._attention.begin(step, ""))
+
+    def _step(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        decodes: tuple[torch.Tensor, torch.Tensor] | None,
+        chunks: NetworkRows | None = None,
+        max_chunk_len: int = 0,
+    ) -> DeviceStep:
+        nothing = slots[:0]
+        decode_slots, decode_kv_lens = decodes or (nothing, nothing)
+        has_chunks = decodes is None and chunks is not None
+        return DeviceStep(
+            page_tables=self._fresh.tables_SL,
+            row_slots=slots,
+            row_positions=positions,
+            decode_slots=decode_slots,
+            decode_kv_lens=decode_kv_lens,
+            chunk_slots=chunks.chunk_slots if has_chunks and chunks is not None else nothing,
+            chunk_row_starts=chunks.chunk_row_starts if has_chunks and chunks is not None else nothing,
+            chunk_kv_lens=chunks.chunk_kv_lens if has_chunks and chunks is not None else nothing,
+            max_chunk_len=max_chunk_len if has_chunks else 0,
+            is_from_host=False,
+        )
+
+    def _target(self, positions: torch.Tensor, slots: torch.Tensor) -> KvTarget:
+        return KvTarget(positions, slots, self._fresh.tables_SL, 1)
+
+    def _keep(self, written_T: torch.Tensor, hidden: HiddenStates) -> None:
+        if self._features_NF is not None:
+            states = tuple(hidden.by_layer[layer] for layer in self.hidden_layers)
+            self._features_NF.index_copy_(0, written_T, self._network.features(states))
+
+
+class NetworkDrafter(Drafter):
+    """Drafts on the device alone."""
+
+    def __init__(self, network: DeviceNetwork) -> None:
+        self._network = network
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        return [empty_ints()] * len(rows)
+
+    def on_device(self) -> DeviceNetwork:
+        return self._network

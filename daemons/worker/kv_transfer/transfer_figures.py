@@ -1,0 +1,36 @@
+"""Figures of KV transfers for /metrics: bytes and seconds by stage, failures by reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+
+STAGES = ("gather", "send", "receive", "scatter")
+
+
+class TransferFigures:
+    """metrics: None = nobody reads them."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
+
+    def passed(self, stage: str, num_bytes: int, seconds: float) -> None:
+        """So many bytes went through one of STAGES."""
+        if self._metrics is not None:
+            self._metrics.kv_transfer_bytes.labels(stage).inc(num_bytes)
+            self._metrics.kv_transfer_seconds.labels(stage).observe(seconds)
+
+    @contextmanager
+    def timed(self, stage: str, num_bytes: int) -> Iterator[None]:
+        """Counts what is done inside, unless it raises."""
+        began = time.monotonic()
+        yield
+        self.passed(stage, num_bytes, time.monotonic() - began)
+
+    def failed(self, reason: str) -> None:
+        """A transfer failed at this end."""
+        if self._metrics is not None:
+            self._metrics.kv_transfer_failures.labels(reason).inc()

@@ -1,0 +1,96 @@
+"""Networks that draft on a GPU, in captured steps: outputs are those without, and drafts about as good as the CPU's."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernels.test_network_steps import NETWORKS, draft_counts, text_of
+from support.device_settings import TINY_SETTINGS
+from support.drafting import check_same_outputs, cpu_drafter, draft_folder, drive_long, target_folder
+from support.plan_driver import PlanDriver, logprob_tolerance
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+SETTINGS = replace(
+    TINY_SETTINGS,
+    attention_backend="triton",
+    num_pages=4096,
+    max_total_len=600,
+    cuda_graphs=True,
+    use_pdl=True,
+    tune_gemm=False,
+)
+NUM_OUT = 120
+
+
+def _runner(algorithm: str, model: str, max_drafts: int, lengths: DraftLengths | None = None, **changes) -> ModelRunner:
+    speculation = Speculation(
+        algorithm=SpeculativeAlgorithm(algorithm), max_drafts=max_drafts, draft_model=draft_folder(algorithm, model)
+    )
+    settings = replace(SETTINGS, speculation=speculation, **changes)
+    return load_cuda_runner(
+        target_folder(algorithm, model),
+        settings,
+        lambda runner: runner.verify(runner.network_drafter, max_drafts=max_drafts, lengths=lengths),
+    )
+
+
+def _recite(runner: ModelRunner, model: str, sampling: Sampling, *, lag: int, slot: int = 0) -> PlanDriver:
+    driver = PlanDriver(runner, lag=lag)
+    driver.add(slot, text_of(model)[0], sampling, chunk_len=16, num_out=NUM_OUT)
+    driver.finish(NUM_OUT)
+    return driver
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(("page_size", "cuda_graphs"), [(1, True), (16, True), (4, False)])
+def test_real_text_is_drafted_as_on_the_cpu(algorithm, model, page_size, cuda_graphs):
+    cpu = load_cpu_runner(target_folder(algorithm, model), page_size=4, num_pages=400, threads=1, max_total_len=600)
+    cpu.verify(cpu_drafter(algorithm, cpu, model), max_drafts=4)  # type: ignore[attr-defined, arg-type]
+    runner = _runner(algorithm, model, 4, page_size=page_size, num_pages=4096 // page_size, cuda_graphs=cuda_graphs)
+    for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0, seed=7)):
+        theirs = _recite(cpu, model, sampling, lag=0)
+        ours = _recite(runner, model, sampling, lag=2)
+        assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == NUM_OUT
+        drafted, accepted = draft_counts(ours)
+        their_drafted, their_accepted = draft_counts(theirs)
+        print(algorithm, sampling.temperature, (drafted, accepted), (their_drafted, their_accepted))
+        assert abs(accepted / drafted - their_accepted / their_drafted) < 0.06
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(("max_drafts", "lag"), [(1, 1), (8, 2)])
+def test_networks_change_no_output(algorithm, model, max_drafts, lag):
+    """All options of sampling; of more rows than one, attention is that of chunks where `LEAST_CHUNKS` says so."""
+    plain = load_cuda_runner(target_folder(algorithm, model), SETTINGS)
+    steps = {"chunk_len": 7, "num_steps": 40, "num_out": 40}
+    want = drive_long(plain, lag=1, **steps)
+    runner = _runner(algorithm, model, max_drafts)
+    got = drive_long(runner, lag=lag, **steps)
+    check_same_outputs(got, want, num_out=40, atol=logprob_tolerance(target_folder(algorithm, model)))
+    assert np.concatenate([result.counts for result in got.results]).max() > 1
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_adaptive_steps_come_back_to_drafts(algorithm, model):
+    """Tokens that lapsed are computed again, ahead of a captured step."""
+
+    class Switched(DraftLengths):
+        left = 60
+
+        def choose(self, slots, *, is_alone):
+            self.left -= 1
+            return 0 if self.left > 0 else 4
+
+    runner = _runner(algorithm, model, 4, Switched(SETTINGS.num_slots, 4))
+    driver = _recite(runner, model, Sampling(temperature=0.0), lag=2)
+    assert driver.tokens[0] == text_of(model)[1][:NUM_OUT]
+    drafted, accepted = draft_counts(driver)
+    assert accepted / drafted > 0.15

@@ -1,0 +1,201 @@
+"""Networks that draft in the steps of the GPU's runner, on the host: the same tokens, and the CPU worker's drafts."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.device_settings import TINY_SETTINGS
+from support.drafting import MODELS, cpu_drafter, draft_folder, target_folder
+from support.plan_driver import PlanDriver
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.cuda.load import DeviceSettings
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="the runner on the host samples under Triton's interpreter; tests/gpu has those of the GPU",
+)
+
+NETWORKS = [("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")]
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)
+SIZES = {"num_pages": 600, "max_total_len": 400}
+
+
+def _settings(algorithm: str, model: str, page_size: int, max_drafts: int) -> DeviceSettings:
+    kind = SpeculativeAlgorithm(algorithm)
+    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+    return replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
+
+
+def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int) -> ModelRunner:
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    settings = _settings(algorithm, model, page_size, max_drafts)
+    return load_device_runner(target_folder(algorithm, model), settings, HostDevice())
+
+
+def _cpu_runner(algorithm: str, model: str, page_size: int) -> CpuRunner:
+    runner = load_cpu_runner(target_folder(algorithm, model), page_size=page_size, threads=1, **SIZES)
+    assert isinstance(runner, CpuRunner)
+    return runner
+
+
+def text_of(model: str) -> tuple[list[int], list[int]]:
+    """Prompt of a text that the model has learned, and its continuation."""
+    items = json.loads((MODELS / model / "recitations.json").read_text())
+    item = next(item for item in items if len(item["expected_ids"]) > 250)
+    return item["prompt_ids"], item["expected_ids"]
+
+
+def draft_counts(driver: PlanDriver) -> tuple[int, int]:
+    """Drafts that its steps computed, and accepted."""
+    return tuple(sum(int(getattr(result, kind).sum()) for result in driver.results) for kind in ("drafted", "accepted"))  # type: ignore[return-value]
+
+
+def _drive(runner: ModelRunner, model: str, num_out: int, *, lag: int) -> PlanDriver:
+    """One greedy request and one that is sampled, of the same prompt."""
+    prompt, _ = text_of(model)
+    driver = PlanDriver(runner, lag=lag)
+    for slot, sampling in enumerate((GREEDY, SAMPLED)):
+        driver.add(slot, prompt, sampling, chunk_len=16, num_out=num_out)
+    driver.finish(num_out)
+    return driver
+
+
+Drafts = dict[tuple[int, int], list[int]]
+"""By slot and position of the first one."""
+
+
+def _note_cpu(drafter: Drafter) -> Drafts:
+    noted: Drafts = {}
+    propose = drafter.propose
+
+    def noting(rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        proposals = propose(rows)
+        for row, ids in zip(rows, proposals, strict=True):
+            noted[row.slot, row.sample.position] = ids.tolist()
+        return proposals
+
+    drafter.propose = noting  # type: ignore[method-assign]
+    return noted
+
+
+def _note_device(drafter: Drafter) -> Drafts:
+    network = drafter.on_device()
+    assert network is not None
+    noted: Drafts = {}
+    propose = network.propose
+
+    def noting(inputs, state):
+        propose(inputs, state)
+        for row, (slot, start, count) in enumerate(zip(inputs.slots, inputs.starts, inputs.counts, strict=True)):
+            if count:
+                noted[int(slot), int(start)] = inputs.window_WB[: int(count), row].tolist()
+
+    network.propose = noting  # type: ignore[method-assign]
+    return noted
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(("page_size", "max_drafts", "lag"), [(4, 2, 2), pytest.param(1, 3, 0, marks=pytest.mark.full)])
+def test_drafts_are_those_of_the_cpu_worker(algorithm, model, page_size, max_drafts, lag):
+    """Id for id, at every position at which both drafted, greedy and by the target's noise."""
+    num_out = 18
+    want = _cpu_runner(algorithm, model, page_size)
+    drafter = cpu_drafter(algorithm, want, model, max_drafts)
+    their_drafts = _note_cpu(drafter)
+    want.verify(drafter, max_drafts=max_drafts)
+    theirs = _drive(want, model, num_out, lag=0)
+    runner = _device_runner(algorithm, model, page_size, max_drafts)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    our_drafts = _note_device(drafter)
+    runner.verify(drafter, max_drafts=max_drafts)  # type: ignore[attr-defined]
+    ours = _drive(runner, model, num_out, lag=lag)
+    assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == num_out
+    assert draft_counts(ours)[1] > 0
+    common = our_drafts.keys() & their_drafts.keys()
+    assert len(common) > 10
+    for key in common:
+        size = min(len(our_drafts[key]), len(their_drafts[key]))
+        assert our_drafts[key][:size] == their_drafts[key][:size], key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(algorithm, model):
+    """Without that, a row gets back a few tokens a step, and drafts in none of them."""
+
+    class Switched(DraftLengths):
+        left = 24
+
+        def choose(self, slots, *, is_alone):
+            self.left -= 1
+            return 0 if self.left > 0 else 2
+
+    runner = _device_runner(algorithm, model, 4, 2)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    drafts = _note_device(drafter)
+    runner.verify(drafter, max_drafts=2, lengths=Switched(TINY_SETTINGS.num_slots, 2))  # type: ignore[attr-defined]
+    prompt, text = text_of(model)
+    driver = PlanDriver(runner, lag=0)
+    driver.add(0, prompt, GREEDY, chunk_len=16, num_out=40)
+    driver.finish(40)
+    assert driver.tokens[0] == text[:40]
+    first = min(position for _, position in drafts)
+    assert len(prompt) + 20 <= first <= len(prompt) + 28, "the first step that was to draft did"
+
+
+def test_a_network_knows_of_kv_that_it_has_not_computed():
+    """Pages that are copied, come from another worker, or are cleared."""
+    runner = _device_runner("eagle3", "tiny-llama", 4, 2)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    runner.verify(drafter, max_drafts=2)  # type: ignore[attr-defined]
+    driver = PlanDriver(runner, lag=0)
+    driver.add(0, list(range(100, 116)), GREEDY, chunk_len=16, num_out=2)
+    driver.run()
+    network = drafter.on_device()
+    is_fresh, features = network._fresh.is_fresh_N, network._features_NF
+    fresh = is_fresh.nonzero()[:, 0].tolist()
+    # The prompt and a token of the output: all but the first one, which has no row.
+    assert len(fresh) == 16 and all(bool(features[token].any()) for token in fresh)
+    page = next(page for page in {token // 4 for token in fresh} if sum(token // 4 == page for token in fresh) == 4)
+    free = next(page for page in range(600) if not is_fresh[4 * page : 4 * page + 4].any())
+    runner.copy_page(page, free, 3)
+    assert is_fresh[4 * free : 4 * free + 4].tolist() == [1, 1, 1, 0]
+    assert torch.equal(features[4 * free : 4 * free + 3], features[4 * page : 4 * page + 3])
+    tokens = np.arange(4 * page, 4 * page + 4, dtype=np.int32)
+    runner.write_kv(tokens, runner.read_kv(tokens))
+    assert not is_fresh[4 * page : 4 * page + 4].any() and not features[4 * page : 4 * page + 4].any()
+    assert is_fresh[4 * free]
+    runner.clear()
+    assert not is_fresh.any()
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_the_memory_that_is_counted_for_a_token_is_what_it_takes(algorithm, model):
+    """Of the network: its KV, the features of a position, and what is noted of it."""
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.drafting.load import token_bytes
+    from radixmesh.daemons.worker.cuda.load import create_runner, load_on_device
+
+    loaded = load_on_device(target_folder(algorithm, model), _settings(algorithm, model, 4, 2), HostDevice())
+    assert loaded.network is not None
+    network = create_runner(loaded).network_drafter.on_device()
+    assert network is not None
+    pool = network._pool
+    layers = range(loaded.network.kv_layout.num_layers)
+    kept = [pool.tokens(name, layer) for name in pool.plane_names for layer in layers]
+    kept += [network._fresh.is_fresh_N] + ([] if network._features_NF is None else [network._features_NF])
+    assert sum(part.nbytes for part in kept) == token_bytes(loaded.network) * (600 + 1) * 4
