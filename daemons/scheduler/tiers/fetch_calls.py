@@ -33,7 +33,7 @@ class FetchCalls:
         if state is None:
             return
         for fetch in self._planner.fetches.take_wanted():
-            # What was evicted for its pages may have been saved by a plan that the worker does not have yet.
+            # A page that was evicted for it may be saved to by a plan that the worker does not have yet.
             after_step = state.last_step_id + any(host.has_saves for host in state.hosts)
             task = asyncio.ensure_future(self._fetch(state, fetch, after_step))
             self._tasks.add(task)

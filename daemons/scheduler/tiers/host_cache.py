@@ -145,7 +145,7 @@ class HostCache:
         self.counters.fetched += num_fetched
         all_pages = np.concatenate([held.pages, pages[:num_fetched]])
         held, num_known = self.cache.extend(held, namespace, ids[: len(all_pages) * self.cache.page_size], all_pages)
-        # What was saved meanwhile is here already.
+        # Some may have been saved meanwhile: those are here already.
         self.pages.give_back(np.concatenate([all_pages[num_held : max(num_held, num_known)], pages[num_fetched:]]))
         self.release(held)
 

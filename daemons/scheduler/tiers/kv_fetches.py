@@ -80,7 +80,7 @@ class KvFetches:
             return False
         for fetch in self._fetches:
             if not fetch.is_late and fetch.namespace == namespace and _num_common(fetch.ids, ids) // size > num_known:
-                # What its own prompt has beyond is asked for when this is here.
+                # The rest of its own prompt is asked for when this is here.
                 self._park(fetch, sequence)
                 return True
         if len(self._fetches) >= MAX_FETCHES:
