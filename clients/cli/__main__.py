@@ -16,6 +16,7 @@ _VERBS = {
     "logs": "show what the daemons of a cluster have logged",
     "move": "let running outputs go on at another scheduler",
     "replica": "add a scheduler to running routers, or remove one",
+    "role": "let a running scheduler take another part in disaggregated prefill and decode",
     "roll": "replace the daemons of a running cluster one by one, while it serves",
     "health": "ask one daemon whether it serves; for health checks",
     "completion": "print the completion of a shell: bash, zsh or fish",

@@ -61,13 +61,14 @@ class SchedulerLoop:
             observer=SequenceTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
         )
         self.streams = RouterStreams()
-        self.reservations = Reservations(self.planner, is_on=settings.role is Role.DECODE, clock=clock)
+        self.reservations = Reservations(self.planner, is_on=lambda: self.role is Role.DECODE, clock=clock)
         self.group_state = GroupState.CONNECTING
         self.is_draining = False
         self.is_leaving = False
         """The process is about to end: routers may move what runs here."""
         self.epoch = 0
         self._settings = settings
+        self._role = settings.role
         self.group = group
         self._progress = progress
         self._metrics = metrics
@@ -89,9 +90,21 @@ class SchedulerLoop:
     @property
     def role(self) -> Role:
         """In disaggregated prefill and decode; BOTH where the workers have no transfers."""
+        return self._role if self._has_transfers else Role.BOTH
+
+    @property
+    def _has_transfers(self) -> bool:
         group = self.planner.group
-        has_transfers = group is not None and group.has_transfers and group.dp_size == 1
-        return self._settings.role if has_transfers else Role.BOTH
+        return group is not None and group.has_transfers and group.dp_size == 1
+
+    def set_role(self, role: Role) -> Role:
+        """Takes another role while serving; the one until now. Raises UNSUPPORTED where there are no transfers."""
+        if role is not Role.BOTH and (not self._has_transfers or self._settings.cache == "none"):
+            message = "KV transfer is not offered here: give the workers --transfer-staging-bytes, and keep the cache"
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "KV transfer"})
+        previous, self._role = self.role, role
+        self.streams.push_loads()
+        return previous
 
     def notify(self) -> None:
         """Something was submitted, aborted or wished for: delivers outputs, and plans soon."""

@@ -19,7 +19,7 @@ from radixmesh.daemons.scheduler.group.group_client import GroupState
 from radixmesh.daemons.scheduler.messages import submission_from_proto
 from radixmesh.daemons.scheduler.queue.grammars import GrammarShelf
 from radixmesh.daemons.scheduler.results.outputs import Rejected
-from radixmesh.daemons.scheduler.routers.load_report import hello_of, load_of, state_of
+from radixmesh.daemons.scheduler.routers.load_report import ROLES, hello_of, load_of, state_of
 from radixmesh.daemons.scheduler.routers.outbox import rejected_to_proto
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStream
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
@@ -93,6 +93,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             async with asyncio.timeout(timeout_s):
                 await self.drained()
         return scheduler_pb2.DrainResponse(num_remaining=self._loop.planner.num_live)
+
+    async def SetRole(self, request: scheduler_pb2.SetRoleRequest, context: _Context) -> scheduler_pb2.SetRoleResponse:
+        role = next((role for role, value in ROLES.items() if value == request.role), None)
+        if role is None:
+            message = f"role is {request.role}: choose one that SchedulerRole names"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "role"})
+        previous = self._loop.set_role(role)
+        return scheduler_pb2.SetRoleResponse(previous=ROLES[previous], num_remaining=self._loop.planner.num_live)
 
     async def drained(self) -> None:
         """Returns when nothing runs or waits."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import grpc
 import pytest
 from support.runner_contract import MODEL
 from support.running_daemon import Running, running
@@ -14,6 +15,7 @@ from support.serve_client import ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
@@ -23,7 +25,7 @@ from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.scheduler.v1 import scheduler_pb2
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 60.0
 PROMPT = [3 + 7 * i % 90 for i in range(49)]
@@ -364,3 +366,32 @@ async def test_a_chunk_whose_pages_are_gone_fails_the_transfer_and_not_the_outpu
         assert rest.finished.usage.cached_tokens == 0 and both.planner(1).arrivals.num_arrived == 0
         assert first.tokens + rest.tokens == await alone(both, LONG)
         await until(both.is_clean)
+
+
+async def test_a_role_that_is_taken_counts_from_the_next_load_on() -> None:
+    async with pair() as both, open_channel(both.schedulers[1].address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        assert (await both.reserve("a")).HasField("target")
+        taken = await stub.SetRole(scheduler_pb2.SetRoleRequest(role=scheduler_pb2.SCHEDULER_ROLE_PREFILL))
+        assert taken.previous == scheduler_pb2.SCHEDULER_ROLE_DECODE
+        refused = await both.reserve("b")
+        assert refused.error.reason == common_pb2.ERROR_REASON_UNSUPPORTED
+        state = await stub.GetState(scheduler_pb2.GetStateRequest())
+        assert state.load.role == state.hello.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL
+        with pytest.raises(grpc.aio.AioRpcError, match="role is 9"):
+            await stub.SetRole(scheduler_pb2.SetRoleRequest(role=9))
+        await stub.SetRole(scheduler_pb2.SetRoleRequest(role=scheduler_pb2.SCHEDULER_ROLE_DECODE))
+        assert (await both.reserve("c")).HasField("target")
+
+
+async def test_workers_without_transfers_take_no_role() -> None:
+    async with AsyncExitStack() as stack:
+        settings = WorkerSettings(backend=Backend.SIMULATED, num_pages=64, num_slots=2, max_total_len=64)
+        worker = await stack.enter_async_context(running(WorkerDaemon, settings, instance_id="w"))
+        own = SchedulerSettings(workers=(worker.address,))
+        scheduler = await stack.enter_async_context(running(SchedulerDaemon, own, instance_id="s"))
+        channel = await stack.enter_async_context(open_channel(scheduler.address))
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="transfer-staging-bytes"):
+            await stub.SetRole(scheduler_pb2.SetRoleRequest(role=scheduler_pb2.SCHEDULER_ROLE_DECODE))
+        await stub.SetRole(scheduler_pb2.SetRoleRequest())

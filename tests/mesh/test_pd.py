@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from support.fault_injection import kill_in_turn
-from support.jobs import Job, recitations, sampled_recitations
+from support.jobs import MODELS, Job, recitations, sampled_recitations
 from support.mesh import Mesh, running_mesh
 from support.wire import metrics_of
 
@@ -85,6 +91,81 @@ async def test_the_tiny_models_recite_with_pages_of_other_sizes(model: str, page
     services = {**CHECKED, "worker-prefill": {"cpu_threads": 1, "page_size": prefill}}
     async with running_mesh("pd", model=model, worker={"page_size": decode}, services=services) as mesh:
         await check_recited(mesh, jobs, 5)
+
+
+def more_of(num_prefill: int, num_decode: int, folder: Path) -> Path:
+    """An overlay with further pairs of either role, made as compose/pd.yml says: copies under names of their own."""
+    services = yaml.safe_load((MODELS.parent / "pd.yml").read_text(encoding="utf-8"))["services"]
+    added: dict[str, Any] = {}
+    schedulers = ["scheduler:50051", "scheduler-prefill:50051"]
+    for suffix, num in (("-prefill", num_prefill), ("", num_decode)):
+        for number in range(2, num + 1):
+            worker, scheduler = f"worker{suffix}-{number}", f"scheduler{suffix}-{number}"
+            added[worker] = copy.deepcopy(services[f"worker{suffix}"])
+            added[scheduler] = copy.deepcopy(services[f"scheduler{suffix}"])
+            added[scheduler]["environment"]["RADIXMESH_WORKERS"] = f"{worker}:50051"
+            added[scheduler]["depends_on"] = {worker: {"condition": "service_healthy"}}
+            schedulers.append(f"{scheduler}:50051")
+            for name in (worker, scheduler):
+                added[name].pop("build", None)
+                added[name].pop("networks", None)
+    added["router"] = {"environment": {"RADIXMESH_SCHEDULERS": ",".join(schedulers)}}
+    path = folder / "more.yml"
+    path.write_text(yaml.safe_dump({"services": added}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 1), (2, 2)])
+async def test_more_of_either_side_recite_and_all_take_part(
+    num_prefill: int, num_decode: int, model: str, tmp_path: Path
+) -> None:
+    """Page sizes differ within each side too."""
+    jobs = recitations(model, with_sampled=False)
+    prefills = ["scheduler-prefill", *(f"scheduler-prefill-{n}" for n in range(2, num_prefill + 1))]
+    decodes = ["scheduler", *(f"scheduler-{n}" for n in range(2, num_decode + 1))]
+    services: dict[str, dict[str, object]] = {
+        **CHECKED,
+        "worker-prefill": {"cpu_threads": 1, "page_size": 16},
+        "worker-prefill-2": {"cpu_threads": 1},
+        **{name: {"check_invariants": "true"} for name in (*prefills[1:], *decodes[1:])},
+    }
+    if num_decode > 1:
+        services["worker-2"] = {"cpu_threads": 1, "page_size": 4}
+    overlay = more_of(num_prefill, num_decode, tmp_path)
+    async with running_mesh("pd", model=model, services=services, overlays=[overlay]) as mesh:
+        answers = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+        assert list(answers) == [job.answers for job in jobs]
+        states = {name: await state_of(mesh, name) for name in (*prefills, *decodes)}
+        assert all(states[name].num_kv_handed_over for name in prefills), states
+        assert all(states[name].num_kv_arrived for name in decodes), states
+        assert all(not state.num_page_violations for state in states.values())
+        assert mesh.bugs == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_roles_change_while_outputs_run() -> None:
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))[:18]
+    roles = {"scheduler": "prefill", "scheduler-prefill": "decode"}
+    async with running_mesh("pd", services=CHECKED) as mesh:
+        await check_recited(mesh, jobs[:6], 3)
+        running = [asyncio.ensure_future(job.run(mesh.client)) for job in jobs[6:12]]
+        for service, role in roles.items():
+            command = [sys.executable, "-m", "radixmesh.cli", "role", mesh.cluster.address(service), role]
+            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 and f"-> {role}, " in done.stdout, done.stderr
+        assert [await task for task in running] == [job.answers for job in jobs[6:12]]
+        before = await state_of(mesh, "scheduler-prefill")
+        assert not before.num_kv_arrived
+        answers = await asyncio.gather(*(job.run(mesh.client) for job in jobs[12:]))
+        assert list(answers) == [job.answers for job in jobs[12:]]
+        await check_nothing_is_left(mesh)
+        assert (await state_of(mesh, "scheduler-prefill")).num_kv_arrived >= 2
+        assert (await state_of(mesh, "scheduler")).num_kv_handed_over >= 2
+        assert mesh.bugs == []
 
 
 async def kill_under_load(plan: list[tuple[str, signal.Signals]]) -> None:

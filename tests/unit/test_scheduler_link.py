@@ -257,3 +257,14 @@ async def test_a_prompt_for_elsewhere_ends_with_its_token() -> None:
         ((_, prompt),) = cast("list[tuple[object, RemotePrompt]]", made.events.told)
         assert (prompt.transfer_id, list(prompt.ids), made.link.num_prefills) == ("t", [8], 0)
         assert not output.ids
+
+
+async def test_a_role_is_that_of_the_latest_load_that_names_one() -> None:
+    async with talk() as made:
+        assert made.link.role == scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
+        facts: list[int] = []
+        made.link.on_facts = lambda link: facts.append(link.role)
+        serving = scheduler_pb2.GROUP_STATE_SERVING
+        await made.hear(Frame(load=scheduler_pb2.Load(group=serving, role=scheduler_pb2.SCHEDULER_ROLE_PREFILL)))
+        await made.hear(Frame(load=scheduler_pb2.Load(group=serving)))
+        assert facts == [scheduler_pb2.SCHEDULER_ROLE_PREFILL] * 2

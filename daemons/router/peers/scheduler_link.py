@@ -337,6 +337,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if frame.HasField("load"):
             has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
+            if frame.load.HasField("role"):
+                self.role = frame.load.role
             self.on_facts(self)
             self._events.on_load(self)
             if has_changed:

@@ -12,7 +12,7 @@ from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
 
-_ROLES = {
+ROLES = {
     Role.BOTH: scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED,
     Role.PREFILL: scheduler_pb2.SCHEDULER_ROLE_PREFILL,
     Role.DECODE: scheduler_pb2.SCHEDULER_ROLE_DECODE,
@@ -32,6 +32,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         is_draining=loop.is_draining,
         is_leaving=loop.is_leaving,
         epoch=loop.epoch,
+        role=ROLES[loop.role],
         num_slots=planner.group.num_slots * planner.group.dp_size if planner.group is not None else 0,
     )
     if planner.state is not None:
@@ -64,7 +65,7 @@ def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHe
         hello=make_hello(daemon="scheduler", instance_id=instance_id, model=model),
         page_size=group.page_size if group is not None else 0,
         num_pages=group.num_pages if group is not None else 0,
-        role=_ROLES[loop.role],
+        role=ROLES[loop.role],
     )
 
 

@@ -22,9 +22,9 @@ Send = Callable[[scheduler_pb2.ServeResponse], None]
 
 
 class Reservations:
-    """is_on: this scheduler takes KV from others. clock: monotonic seconds."""
+    """is_on: this scheduler takes KV from others, now. clock: monotonic seconds."""
 
-    def __init__(self, planner: Planner, *, is_on: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, planner: Planner, *, is_on: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._planner = planner
         self._is_on = is_on
         self._clock = clock
@@ -56,7 +56,7 @@ class Reservations:
         planner, state, now = self._planner, self._planner.state, self._clock()
         transfer_id, lease_s = reservation.transfer_id, reservation.lease_ms / 1000
         _check(reservation)
-        if state is None or not self._is_on or not state.group.has_transfers or state.group.dp_size > 1:
+        if state is None or not self._is_on() or not state.group.has_transfers or state.group.dp_size > 1:
             message = "KV transfer is not offered here now: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "KV transfer"})
         if reservation.is_cancelled:

@@ -50,6 +50,11 @@ class SchedulerServiceStub(object):
                 request_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/radixmesh.scheduler.v1.SchedulerService/SetRole',
+                request_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/radixmesh.scheduler.v1.SchedulerService/FlushCache',
                 request_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
@@ -101,6 +106,14 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """SetRole changes the part in disaggregated prefill and decode while serving: what runs ends as it began, routers place by the new role
+        from the next Load on. UNSUPPORTED where the workers have no transfers, or there is no prefix cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """FlushCache empties the prefix cache of scheduler and workers once nothing runs; waits for that.
         """
@@ -132,6 +145,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainRequest.FromString,
                     response_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleRequest.FromString,
+                    response_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -226,6 +244,33 @@ class SchedulerService(object):
             '/radixmesh.scheduler.v1.SchedulerService/Drain',
             radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
             radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.scheduler.v1.SchedulerService/SetRole',
+            radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleRequest.SerializeToString,
+            radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,10 @@ class SchedulerServiceStub:
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainResponse]
     """Drain stops taking submits and returns when nothing runs or waits, or at the timeout."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetRoleRequest, _scheduler_pb2.SetRoleResponse]
+    """SetRole changes the part in disaggregated prefill and decode while serving: what runs ends as it began, routers place by the new role
+    from the next Load on. UNSUPPORTED where the workers have no transfers, or there is no prefix cache.
+    """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
     """FlushCache empties the prefix cache of scheduler and workers once nothing runs; waits for that."""
     GetState: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]
@@ -87,6 +91,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     Drain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops taking submits and returns when nothing runs or waits, or at the timeout."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetRoleRequest, _scheduler_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """SetRole changes the part in disaggregated prefill and decode while serving: what runs ends as it began, routers place by the new role
+    from the next Load on. UNSUPPORTED where the workers have no transfers, or there is no prefix cache.
+    """
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """FlushCache empties the prefix cache of scheduler and workers once nothing runs; waits for that."""
     GetState: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]  # type: ignore[assignment]
@@ -134,6 +142,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DrainResponse, _abc.Awaitable[_scheduler_pb2.DrainResponse]]:
         """Drain stops taking submits and returns when nothing runs or waits, or at the timeout."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _scheduler_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SetRoleResponse, _abc.Awaitable[_scheduler_pb2.SetRoleResponse]]:
+        """SetRole changes the part in disaggregated prefill and decode while serving: what runs ends as it began, routers place by the new role
+        from the next Load on. UNSUPPORTED where the workers have no transfers, or there is no prefix cache.
+        """
 
     @_abc_1.abstractmethod
     def FlushCache(
