@@ -33,6 +33,7 @@ class WorkerDaemon(Daemon):
 
     def __init__(self, runtime: Runtime, settings: WorkerSettings, member: GroupMember | None = None) -> None:
         self._settings = settings
+        self._metrics = runtime.metrics
         self._faults = FaultInjector(settings.parsed_faults, settings.fault_seed) if settings.faults else None
         self._holds = TransferHolds(self._faults) if self._faults is not None else None
         self.core = WorkerCore(
@@ -72,7 +73,9 @@ class WorkerDaemon(Daemon):
             grammars=model.grammars,
         )
         if self._settings.kv_store:
-            await asyncio.to_thread(add_store, self._settings, executor, model.identity.model_fingerprint)
+            await asyncio.to_thread(
+                add_store, self._settings, executor, model.identity.model_fingerprint, self._metrics
+            )
         self.core.attach(executor, model.identity, model.grammars)
 
     async def drain(self) -> None:

@@ -27,6 +27,7 @@ from radixmesh.daemons.runtime.model_folder.weights_digest import weights_digest
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -242,7 +243,7 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     return _loaded(settings, folder, runner, fingerprint, grammars)
 
 
-def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str) -> None:
+def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str, metrics: Metrics) -> None:
     """Has the executor's host tier keep pages in the store that the settings name.
 
     fingerprint: of the model, with its types. Reads all weights. Raises KvStoreError, BAD_CHECKPOINT or UNSUPPORTED.
@@ -268,7 +269,7 @@ def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str
     )
     store = KvStore(open_backend(settings.kv_store, rank=layout.rank))
     try:
-        host.store = StoreTier(store, page_format, host.pool, host.records)
+        host.store = StoreTier(store, page_format, host.pool, host.records, metrics)
     except MeshError:
         store.close()
         raise

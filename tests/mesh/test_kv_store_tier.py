@@ -90,6 +90,9 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
         assert second.planner.fetches.num_fetched >= num_pages * 2 // 3
         assert warm <= len(wanted) * (page_size + 1) < cold
         assert second.tier.store.counters().corrupt == 0
+        value = second.worker._metrics.registry.get_sample_value
+        assert value("radixmesh_kv_store_pages_total", {"outcome": "hit"}) == second.planner.fetches.num_fetched
+        assert value("radixmesh_kv_store_bytes_total", {"kind": "read"}) > 0
 
 
 async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) -> None:

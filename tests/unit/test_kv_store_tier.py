@@ -135,7 +135,7 @@ async def test_pages_that_one_saves_another_fetches() -> None:
     assert second.pool.memory[[3, 1, 2, 8, 9], 0].tolist() == [10, 11, 12, 20, 21]
     assert second.records.filled[[3, 1, 2, 8, 9]].tolist() == [SIZE] * 5
     assert second.records.ids[8].tolist() == IDS[12:16].tolist() and second.records.previous_pages[1] == 3
-    # What was fetched can be continued, and is stored under the keys of the whole prefix.
+    # A fetched prefix can be continued, and is stored under the keys of all of it.
     more = np.arange(500, 500 + SIZE, dtype=np.int32)
     second.save(more, [10], previous=9, value=30)
     await second.settled(1)

@@ -26,6 +26,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
@@ -78,7 +79,14 @@ class StoreTier:
     records: of host pages. page_format: of their KV. num_stored, num_fetched: pages.
     """
 
-    def __init__(self, store: KvStore, page_format: PageFormat, pool: HostPool, records: PageRecordTable) -> None:
+    def __init__(
+        self,
+        store: KvStore,
+        page_format: PageFormat,
+        pool: HostPool,
+        records: PageRecordTable,
+        metrics: Metrics | None = None,
+    ) -> None:
         memory = pool.memory
         if memory is None:
             message = "--kv-store: this backend's host memory cannot be read by threads: leave it out"
@@ -92,6 +100,9 @@ class StoreTier:
         self._waiting: deque[_Saved] = deque()
         self._num_waiting = self._num_fetching = 0
         self._is_closed = False
+        self._metrics = metrics
+        self._exported: dict[tuple[str, str], int] = {}
+        self._exporting = threading.Lock()
         self.num_stored = self.num_fetched = self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="kv_store_tier", daemon=True)
         self._thread.start()
@@ -228,6 +239,7 @@ class StoreTier:
         except KvStoreError as error:
             _log.info("kv_not_fetched", error=str(error))
         self.num_fetched += num_filled
+        self._export()
         return num_filled
 
     def _write(
@@ -262,6 +274,29 @@ class StoreTier:
                 _log.debug("kv_not_stored", error=str(error))
             except Exception:
                 _log.exception("kv_store_tier_failed")
+            self._export()
+
+    def _export(self) -> None:
+        """Adds what was counted since the last call to the metrics."""
+        if (metrics := self._metrics) is None:
+            return
+        with self._exporting:
+            counted = self.store.counters()
+            totals = {
+                ("pages", "hit"): counted.hits,
+                ("pages", "miss"): counted.misses,
+                ("pages", "corrupt"): counted.corrupt,
+                ("pages", "failed"): counted.failed,
+                ("pages", "put"): counted.put_pages,
+                ("pages", "dropped"): self.num_dropped,
+                ("bytes", "put"): counted.put_bytes,
+                ("bytes", "read"): counted.got_bytes,
+                ("bytes", "written"): counted.usage.written_bytes,
+            }
+            for (kind, label), total in totals.items():
+                counter = metrics.kv_store_pages if kind == "pages" else metrics.kv_store_bytes
+                counter.labels(label).inc(max(0, total - self._exported.get((kind, label), 0)))
+            self._exported = totals
 
     def _store(self, job: _Saved) -> None:
         page, generation = job.previous
