@@ -16,6 +16,7 @@ from results_files import read, table, wrapped
 from results_kernels import attention, gemm
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
+from results_transfers import kv_transfers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
@@ -78,6 +79,7 @@ def page() -> str:
             attention,
             routed_experts,
             latent_attention,
+            kv_transfers,
             fp8_pages,
             small_models,
             *(shapes, starts, serving),

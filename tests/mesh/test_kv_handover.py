@@ -25,6 +25,7 @@ from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 60.0
@@ -81,7 +82,12 @@ _CACHED = PageState.CACHED
 
 @asynccontextmanager
 async def pair(
-    backend: str = "simulated", sizes: tuple[int, int] = (1, 1), *, max_total_len: int = 96, **fields: object
+    backend: str = "simulated",
+    sizes: tuple[int, int] = (1, 1),
+    *,
+    max_total_len: int = 96,
+    kind: TransferTransport = TransferTransport.SHARED_MEMORY,
+    **fields: object,
 ) -> AsyncIterator[Pair]:
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
     if backend == "cpu":
@@ -89,6 +95,7 @@ async def pair(
     elif backend == "cuda":
         values = {"backend": Backend.CUDA, "model": MODEL, "dtype": "float32"}
     values |= {"num_slots": 4, "max_total_len": max_total_len, "transfer_staging_bytes": 1 << 20}
+    values["transfer_transport"] = kind
     async with AsyncExitStack() as stack:
         workers, schedulers, clients = [], [], []
         for role, size in zip((Role.PREFILL, Role.DECODE), sizes, strict=True):
@@ -395,3 +402,69 @@ async def test_workers_without_transfers_take_no_role() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="transfer-staging-bytes"):
             await stub.SetRole(scheduler_pb2.SetRoleRequest(role=scheduler_pb2.SCHEDULER_ROLE_DECODE))
         await stub.SetRole(scheduler_pb2.SetRoleRequest())
+
+
+PHASES = ("reserved", "prefilling", "writing", "committing", "decoding")
+
+
+@pytest.mark.parametrize("kind", list(TransferTransport))
+@pytest.mark.parametrize("phase", PHASES)
+async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTransport) -> None:
+    """As a router does it: the output is aborted at its decode side, its prefill and the reservation with it."""
+    async with pair(kind=kind, max_total_len=1024, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+        prompt = LONG[:600:-1]  # No prefix of others.
+        sending, receiving = (worker.daemon.core.transfers for worker in both.workers)
+        is_there, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            is_there.set()
+            await goes_on.wait()
+
+        if phase == "prefilling":
+            handovers, take = both.planner(0).handovers, both.planner(0).handovers.take_wanted
+
+            def noted():
+                wanted = take()
+                if wanted:
+                    is_there.set()
+                return wanted
+
+            handovers.take_wanted = noted
+        elif phase == "writing":
+            sending._transport.before_last_word = hold
+        elif phase == "committing":
+            commit = receiving.commit
+
+            async def held(request):
+                await hold()
+                return await commit(request)
+
+            receiving.commit = held
+        result = await both.reserve(prompt=prompt)
+        decoding = await both.clients[1].submit(
+            prompt, max_tokens=NUM_OUT if phase != "decoding" else 300, transfer_id="t", request_id="r"
+        )
+        if phase != "reserved":
+            prefill = asyncio.ensure_future(both.prefill(result.target, prompt, request_id="r"))
+            if phase == "decoding":
+                await until(lambda: both.planner(1).counters.output_tokens > 5)
+            else:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await is_there.wait()
+        cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)
+        aborts = [scheduler_pb2.Abort(request_id="r")]
+        await both.clients[1].write(scheduler_pb2.ServeRequest(aborts=aborts, reservations=[cancelled]))
+        await both.clients[0].write(scheduler_pb2.ServeRequest(aborts=aborts))
+        (seen,) = await both.clients[1].over(decoding, timeout_s=TIMEOUT_S)
+        assert seen.finished.reason == common_pb2.FINISH_REASON_ABORT
+        if phase != "reserved":
+            await prefill
+        goes_on.set()
+        await until(both.is_clean)
+        assert not sending._senders and not len(receiving.receiver)
+        # The next one is not disturbed.
+        expected, result = await alone(both), await both.reserve("u")
+        first = await both.prefill(result.target, request_id="next")
+        rest = await both.decode(first.tokens, "u", request_id="next")
+        assert first.tokens + rest.tokens == expected and rest.finished.usage.cached_tokens == len(PROMPT)
+        await until(both.is_clean)

@@ -48,7 +48,7 @@ def test_a_save_reads_before_its_pages_are_granted_anew():
     # The pages are computed over in the plan behind the save, and what was saved comes back elsewhere.
     steps.run(admits=[admit(1, [50] * 12)], grants=[grant(1, [0, 1, 2, 3])], chunks=[chunk(1, 12)])
     result = steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
-    assert result.loaded_ops.tolist() == [1]
+    assert result.loaded_ops == (1,)
     parts = {"cached_len": 12, "cached_pages": [20, 21, 22], "cached_page_generations": [1, 1, 1]}
     got = steps.run(
         admits=[admit(2, [*PROMPT, 40], **parts)], grants=[grant(2, [23])], chunks=[chunk(2, 1)], decodes=[]
@@ -65,8 +65,8 @@ def test_a_load_is_told_once_and_only_when_it_has_completed():
     with pytest.raises(MeshError) as caught:
         steps.executor.run(early)
     assert caught.value.reason_name == "PAGE_CONFLICT" and "holds 0 tokens" in str(caught.value)
-    told = [steps.run(chunks=[chunk(1, 1)]).loaded_ops.tolist() for _ in range(5)]
-    told.append(steps.run(has_forward=False).loaded_ops.tolist())
+    told = [list(steps.run(chunks=[chunk(1, 1)]).loaded_ops) for _ in range(5)]
+    told.append(list(steps.run(has_forward=False).loaded_ops))
     assert [3] in told and told.count([3]) == 1 and told[0] == [] and told[-1] == []
 
 
@@ -76,7 +76,7 @@ def test_an_answer_without_a_forward_waits_for_loads_before_it():
                       grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
     assert not len(first.loaded_ops)
     before = steps.executor.runner.now_ns()
-    assert steps.run(has_forward=False).loaded_ops.tolist() == [1]
+    assert steps.run(has_forward=False).loaded_ops == (1,)
     assert steps.executor.runner.now_ns() - before > 3_000_000_000
 
 
@@ -152,11 +152,11 @@ def test_moves_survive_the_wire_and_go_to_their_rank():
 
 def test_a_load_is_complete_when_all_workers_of_a_rank_say_so():
     def result(*ops):
-        return StepResult(epoch=1, step_id=1, counts=as_ints([]), ids=as_ints([]), loaded_ops=as_ints(ops))
+        return StepResult(epoch=1, step_id=1, counts=as_ints([]), ids=as_ints([]), loaded_ops=ops)
 
     loads, told = CommonLoads(), []
     for both in ([result(1), result()], [result(2), result(1, 2)], [result(), result()]):
-        told.append(loads.take(both, both[0]).loaded_ops.tolist())
+        told.append(list(loads.take(both, both[0]).loaded_ops))
     assert told == [[], [1, 2], []]
 
 

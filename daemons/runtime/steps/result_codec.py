@@ -52,7 +52,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
         released_transfers=result.released_transfers,
         expert_rows=result.expert_rows[0] if result.expert_rows else None,
         expert_loads=pack_ints(result.expert_loads) if len(result.expert_loads) else b"",
-        loaded_ops=pack_ints(result.loaded_ops) if len(result.loaded_ops) else b"",
+        loaded_ops=pack_ints(result.loaded_ops) if result.loaded_ops else b"",
     )
 
 
@@ -82,7 +82,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         released_transfers=tuple(message.released_transfers),
         expert_rows=(message.expert_rows,) if message.HasField("expert_rows") else (),
         expert_loads=ids_from(message.expert_loads, "result.expert_loads") if message.expert_loads else empty_ints(),
-        loaded_ops=ids_from(message.loaded_ops, "result.loaded_ops") if message.loaded_ops else empty_ints(),
+        loaded_ops=_ops(message.loaded_ops) if message.loaded_ops else (),
         **beside,
     )
 
@@ -173,6 +173,10 @@ def records_from_proto(message: worker_pb2.SnapshotCacheResponse) -> PageRecords
     check_lengths("records", [len(array) for array in arrays])
     check_lengths("records.ids", (len(records.ids), int(records.filled.sum(dtype="int64"))))
     return records
+
+
+def _ops(data: bytes) -> tuple[int, ...]:
+    return tuple(ids_from(data, "result.loaded_ops").tolist())
 
 
 def _beside_counts(message: worker_pb2.StepResult, name: str, num_rows: int) -> IntArray:

@@ -273,8 +273,8 @@ class StepResult:
     """Pairs of a row and an expert that each rank computed, by rank; empty: ranks share no experts."""
     expert_loads: IntArray = field(default_factory=empty_ints)
     """int32 [layers x experts], picks since the last report, of all ranks whose results these are; empty: not now."""
-    loaded_ops: IntArray = field(default_factory=empty_ints)
-    """int32, op ids of loads whose pages are there now."""
+    loaded_ops: tuple[int, ...] = ()
+    """Op ids of loads whose pages are there now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ must be there. What needs a worker's state (slots, pages, vocabulary) is checked
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
     for op in header.barrier_ops:
         if op.WhichOneof("op") is None:
             raise missing_field("header.barrier_ops.op")
-    return StepPlan(
+    plan = StepPlan(
         epoch=header.epoch,
         step_id=header.step_id,
         group_generation=header.group_generation,
@@ -117,8 +118,6 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         admits=tuple(_admit(admit) for admit in rank.admits),
         grants=_grants(rank),
         page_copies=_page_copies(rank),
-        saves=_page_moves(rank.saves, "saves") if rank.HasField("saves") else (),
-        loads=_page_moves(rank.loads, "loads", have_ids=True) if rank.HasField("loads") else (),
         chunks=chunks,
         decode_set=ids_from(rank.decode_set.slots, "decode_set.slots") if rank.HasField("decode_set") else None,
         drafts=_drafts(rank),
@@ -126,6 +125,10 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         max_tokens_per_rank=header.shape.max_tokens_per_rank,
         dispatch=DISPATCH_MODES[header.shape.dispatch],
     )
+    if rank.HasField("saves") or rank.HasField("loads"):
+        saves, loads = _page_moves(rank.saves, "saves"), _page_moves(rank.loads, "loads", have_ids=True)
+        return replace(plan, saves=saves, loads=loads)
+    return plan
 
 
 def _fill_plan(message: worker_pb2.StepPlan, plan: StepPlan, num_ranks: int, slots_per_rank: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import NoToken, SlotError, StepResult
 
@@ -103,17 +103,17 @@ class CommonLoads:
 
     def take(self, results: Sequence[StepResult], merged_result: StepResult) -> StepResult:
         """The merged result of a step, with the loads that are complete on all workers."""
-        if len(results) == 1 or not any(len(result.loaded_ops) for result in results):
+        if len(results) == 1 or not any(result.loaded_ops for result in results):
             return merged_result
         over: list[int] = []
         for result in results:
-            for op_id in result.loaded_ops.tolist():
+            for op_id in result.loaded_ops:
                 num = self._told.pop(op_id, 0) + 1
                 if num == len(results):
                     over.append(op_id)
                 else:
                     self._told[op_id] = num
-        return replace(merged_result, loaded_ops=as_ints(over))
+        return replace(merged_result, loaded_ops=tuple(over))
 
 
 def _without_rows(result: StepResult, failed: _BoolArray) -> StepResult:

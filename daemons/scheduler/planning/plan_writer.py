@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
 
-from radixmesh.daemons.runtime.steps.step import PageMove, StepPlan
+from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 
 
-def plan_of(state: EpochState, draft: PlanDraft, expected_us: int, loads: Sequence[PageMove] = ()) -> StepPlan:
-    """The plan of a finished draft. Takes the releases and saves that wait; the bounds of decoding slots move on."""
+def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
+    """The plan of a finished draft. Takes the releases that wait; the bounds of decoding slots move on."""
     releases, state.releases = tuple(state.releases), []
     if state.table.num_ranks > 1:
         draft.order_by_rank(state.table.slots_per_rank)
@@ -28,8 +27,6 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int, loads: Sequen
         releases=releases,
         admits=tuple(draft.admits),
         grants=draft.grants(),
-        saves=state.take_saves() if state.hosts else (),
-        loads=tuple(loads),
         chunks=tuple(draft.chunks),
         decode_set=decode_set,
         has_forward=has_forward,

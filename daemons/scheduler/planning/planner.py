@@ -9,6 +9,7 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 from __future__ import annotations
 
 from collections.abc import Sequence as PySequence
+from dataclasses import replace
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
@@ -306,7 +307,10 @@ class Planner:
         if is_empty and not state.releases and not is_heartbeat and not self._has_moves(state):
             return None
         expected_us = self.estimate.expect_us(most_tokens_of_a_rank(state, draft))
-        return self._sent(state, plan_of(state, draft, expected_us, self.loads.take_moves()), draft, now)
+        plan = plan_of(state, draft, expected_us)
+        if state.hosts:
+            plan = replace(plan, saves=state.take_saves(), loads=tuple(self.loads.take_moves()))
+        return self._sent(state, plan, draft, now)
 
     def joined(self, results: PySequence[StepResult]) -> StepResult:
         """Results of all data-parallel ranks, one each, as the one that process() takes: its slots are the table's.
@@ -326,7 +330,7 @@ class Planner:
             self.counters.stale_results += 1
             return self.take_outputs()
         step = state.in_flight.answered(result)
-        if len(result.loaded_ops):
+        if result.loaded_ops:
             self.loads.loaded(state, result.loaded_ops)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
         self.handovers.processed(state)

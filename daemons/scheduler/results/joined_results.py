@@ -76,7 +76,7 @@ def joined(results: Sequence[StepResult], step: PlannedStep, slots_per_rank: int
         device_end_ns=first.device_start_ns + longest,
         expert_rows=tuple(num for result in results for num in result.expert_rows),
         expert_loads=summed_loads(results),
-        loaded_ops=_joined([result.loaded_ops for result in results]),
+        loaded_ops=tuple(op_id for result in results for op_id in result.loaded_ops),
     )
 
 

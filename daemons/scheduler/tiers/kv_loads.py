@@ -10,6 +10,7 @@ epoch: a new one finds the pages in the workers' records.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -123,9 +124,9 @@ class KvLoads:
             return LoadTurn.LATER if self._may_wait(state, rank) else LoadTurn.NOTHING
         return self._park(begun, sequence)
 
-    def loaded(self, state: EpochState, op_ids: IntArray) -> None:
+    def loaded(self, state: EpochState, op_ids: PySequence[int]) -> None:
         """All workers of a rank have completed these."""
-        for op_id in op_ids.tolist():
+        for op_id in op_ids:
             load = self._loads.get(op_id)
             if load is None or load.is_loaded:
                 continue

@@ -19,6 +19,7 @@ from radixmesh.daemons.worker.guided.shared_calls import run_together
 _MIN_GROUP, _MAX_GROUP = 8, 128
 _MIN_THREADS, _MAX_THREADS = 2, 3
 _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
+_MAX_HERE = 512  # The same of a thread that leaves the filling to the library's threads.
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
@@ -46,6 +47,16 @@ class MaskFiller:
         """Tokens were sampled for these outputs. Any thread."""
         told_s = time.perf_counter()
         self._put(*Guide.begin(moves), told_s)
+
+    def follow_here(self, moves: Iterable[tuple[Guide, Sequence[int]]]) -> None:
+        """The same, by the calling thread alone as far as outputs share calls: the library's own threads fill their
+        masks. A second thread of Python would have both wait for the interpreter's lock, longer than masks take."""
+        told_s = time.perf_counter()
+        shared, alone = Guide.begin(moves)
+        self._put((), alone, told_s)
+        for start in range(0, len(shared), _MAX_HERE):
+            for guide in run_together(shared[start : start + _MAX_HERE], (), told_s):
+                self._slow.put(((), [guide], 0.0))
 
     def _put(self, shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float = 0.0) -> None:
         if not shared and not alone:

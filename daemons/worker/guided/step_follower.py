@@ -41,4 +41,4 @@ class StepFollower:
             except RuntimeError:
                 continue  # The device failed: whoever collects the step says so.
             rows = zip(guides, ids[: len(guides)], strict=True)
-            self._filler.follow([(guide, (token,)) for guide, token in rows if guide is not None and token >= 0])
+            self._filler.follow_here([(guide, (token,)) for guide, token in rows if guide is not None and token >= 0])

@@ -153,7 +153,7 @@ class StepExecutor:
         if wait_op:
             host.wait_until(wait_op)
         loaded = host.take_loaded(self.records)
-        return replace(result, loaded_ops=loaded) if len(loaded) else result
+        return replace(result, loaded_ops=loaded) if loaded else result
 
     def _launch(self, plan: StepPlan, batch: ForwardBatch, ready_ns: int) -> StepHandle[StepResult]:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)

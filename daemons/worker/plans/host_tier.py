@@ -113,13 +113,11 @@ class HostTier:
             if load.op_id <= op_id:
                 load.event.wait()
 
-    def take_loaded(self, device: PageRecordTable) -> IntArray:
-        """Op ids of loads that have completed and were not told of yet, int32."""
+    def take_loaded(self, device: PageRecordTable) -> tuple[int, ...]:
+        """Op ids of loads that have completed and were not told of yet."""
         if self._loading:
             self.settle(device)
-        if not self._loaded:
-            return empty_ints()
-        loaded, self._loaded = as_ints(self._loaded), []
+        loaded, self._loaded = tuple(self._loaded), []
         return loaded
 
     def finish(self, device: PageRecordTable) -> None:

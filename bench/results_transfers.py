@@ -1,0 +1,42 @@
+"""Part of docs/gpu-results.md: KV handed from one process to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from results_files import read, table, wrapped
+
+_WAYS = {
+    "direct": "gathered into the other's region",
+    "staged": "gathered, then one copy",
+    "rows": "an index operation a layer and plane, then one copy",
+    "host": "gathered, then through pinned host memory",
+}
+
+
+def kv_transfers(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-kv-transfer.json")
+    rows = [
+        [
+            case["shape"],
+            f"{case['num_tokens']:,}",
+            f"{case['page_size']}",
+            f"{case['mib']:,.0f}",
+            _WAYS[case["way"]],
+            f"{case['ms']:.2f}",
+            f"{case['gb_s']:,.0f}",
+        ]
+        for case in got["cases"]
+    ]
+    return [
+        *("## KV from process to process", ""),
+        wrapped(
+            f"Two processes on {got['gpus']} GPU, scattered pages on both sides, the receiver's region mapped by CUDA "
+            f"IPC (`{got['command']}`): from the first kernel until the receiver has scattered and compared the "
+            "stamps, messages included; medians. The kernels are `kernels/kv_copy.py`. Workers carry KV through host "
+            "memory so far."
+        ),
+        "",
+        *table(["shape", "tokens", "page size", "MiB", "way", "ms", "GB/s"], rows),
+    ]
