@@ -357,13 +357,13 @@ class Metrics:
         self.kv_store_pages = make.counter(
             "radixmesh_kv_store_pages_total",
             "worker",
-            "KV pages of the store below host memory: read (hit, miss, corrupt, failed), put, or dropped (not stored).",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored).",
             ["outcome"],
         )
         self.kv_store_bytes = make.counter(
             "radixmesh_kv_store_bytes_total",
             "worker",
-            "Bytes of the store of KV: put and read (payload), written (to the medium, with heads, indexes, rewrites).",
+            "Bytes of the KV store: put and read (payload), written (with heads and rewrites).",
             ["kind"],
         )
         self.kv_staging_bytes = make.gauge(
