@@ -44,6 +44,7 @@ from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.tiers.kv_fetches import KvFetches
 from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
@@ -82,6 +83,9 @@ class Planner:
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
+        self.fetches = KvFetches(
+            self.queue, min_tokens=settings.tiers.fetch_min_tokens, timeout_s=settings.tiers.load_timeout_s
+        )
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
@@ -213,6 +217,7 @@ class Planner:
             self.arrivals,
             self.handovers,
             self.loads,
+            self.fetches,
         )
         for sequence in self.submissions.live():
             try:
@@ -242,6 +247,7 @@ class Planner:
         self.arrivals.begin_epoch()
         self.handovers.begin_epoch()
         self.loads.begin_epoch()
+        self.fetches.begin_epoch()
         poisonous = self._poison.epoch_ended(state, refused_step, error)
         for sequence in state.end():
             self.queue.push(sequence)
@@ -272,12 +278,14 @@ class Planner:
         self.handovers.pass_time()
         if state.hosts:
             self.loads.pass_time(state, now)
+            self.fetches.pass_time(now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted:
             self.arrivals.give_up(state)
             self.loads.let_go(state)
-            if not len(self.arrivals) and not self.loads.num_under_way and self.flush.may_run(state):
+            is_quiet = not (len(self.arrivals) or len(self.fetches) or self.loads.num_under_way)
+            if is_quiet and self.flush.may_run(state):
                 return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
