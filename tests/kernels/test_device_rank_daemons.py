@@ -42,7 +42,7 @@ WORKER = {
 @pytest.fixture(autouse=True)
 def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_runner(
-        folder: Path, settings: load.DeviceSettings, *rest: object, index: int, ranks: RankGroup
+        folder: Path, settings: load.DeviceSettings, *rest: object, ranks: RankGroup, **others: object
     ) -> DeviceRunner:
         device = HostDevice()
         group = create_device_group(settings.tp_collectives, ranks, device)

@@ -159,3 +159,41 @@ def test_ranks_with_steps_of_other_sizes_do_not_compute_together(group_of: Calla
     runners = [_runner(folder, HostGroup(ranks.groups[rank]), num_slots=2 + rank) for rank in range(2)]
     with pytest.raises(CollectiveAborted, match="give all of them the same --num-slots"):
         ranks.run(lambda rank: runners[rank].formed())
+
+
+def test_prompt_logprobs_are_gathered_between_the_same_two_steps(group_of: Callable[[int], ThreadGroup]) -> None:
+    """Ranks ask for results at different times: one of them only when it has launched the next step."""
+    folder = _MODELS_FOLDER / "tiny-llama"
+    ranks = group_of(2)
+    segments = [
+        Segment(
+            slot=slot,
+            ids=_IDS,
+            start=0,
+            pages=np.array([2 * slot, 2 * slot + 1], np.int32),
+            prompt_logprobs=range(1, len(_IDS)),
+            prompt_ids=_IDS,
+            prompt_num_top=2,
+        )
+        for slot in (0, 1)
+    ]
+    rows = replace(no_rows(), page_tables=np.array([[0, 1], [2, 3]], np.int32), num_pages=np.array([2, 2], np.int32))
+
+    def steps(runner: DeviceRunner, *, is_late: bool) -> list[np.ndarray]:
+        first = runner.launch(rows, segments[:1], 0)
+        early = None if is_late else first.result()
+        second = runner.launch(rows, segments[1:], 0)
+        outputs = [early or first.result(), second.result()]
+        found = [output.segments[0].prompt_logprobs for output in outputs]
+        assert all(of is not None for of in found)
+        return [of.own for of in found if of is not None]
+
+    want = steps(_runner(folder), is_late=True)
+
+    def on_rank(rank: int) -> list[np.ndarray]:
+        runner = _runner(folder, HostGroup(ranks.groups[rank]))
+        runner.formed()
+        return steps(runner, is_late=rank == 0)
+
+    for got in ranks.run(on_rank):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)

@@ -30,10 +30,14 @@ from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.step_handle import StepHandle
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
-)
+pytestmark = [
+    # A minute each where the machine does other work too.
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="on the host it samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
+    ),
+]
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PAGES = 512
@@ -180,15 +184,16 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
 
     seen = []
 
-    def stop(folder, settings, device):
+    def stop(folder, settings, *rest):
         seen.append(settings.use_pdl)
         raise InterruptedError
 
     # A device that no other test asks about: what it can do is remembered.
     where = torch.device("cuda", capability[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
+    monkeypatch.setattr(load, "CudaDevice", lambda index: SimpleNamespace(torch_device=where))
     monkeypatch.setattr(load, "load_on_device", stop)
     settings = replace(
         TINY_SETTINGS,

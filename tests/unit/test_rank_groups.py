@@ -172,6 +172,8 @@ def test_workers_that_are_no_group_are_told_apart() -> None:
         ([ours, other_model], "MODEL_MISMATCH"),
         ([ready(0), loading], "NOT_SERVING"),
         ([ready(0), counting], "INVALID_ARGUMENT"),
+        # They would meet in collectives of other shapes.
+        ([ready(0, backend="cpu"), ready(1, backend="cuda")], "INVALID_ARGUMENT"),
     ):
         with pytest.raises(MeshError) as caught:
             group_of(hellos)

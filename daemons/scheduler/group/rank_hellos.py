@@ -65,6 +65,10 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         if ours != theirs:
             message = "the ranks of the group serve different models: start all on one folder, with the same dtype"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
+        if hello.capabilities.backend != hellos[0].capabilities.backend:
+            names = f"{hellos[0].capabilities.backend} and {hello.capabilities.backend}"
+            message = f"the ranks of the group have different backends, {names}: start all with the same settings"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "backend"})
         # Ranks may have different numbers of heads; the same one of each data-parallel rank has as many.
         counterpart = infos[rank % layout.tp_size]
         for name in ("page_size", "vocab_size", "eos_ids", "kv_dtype", "kv_layout"):
@@ -79,6 +83,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         dp_size=layout.dp_size,
         ep_size=layout.ep_size,
         experts=shared_experts_of(hellos, layout.ep_size),
+        has_kv_store=all(info.has_kv_store for info in infos),
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,

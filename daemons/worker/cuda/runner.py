@@ -62,7 +62,8 @@ _WARM_UP_DECODES = 100
 
 # Flags that decide to how many rows a step is padded.
 _STEP_FLAGS = (
-    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic and --no-cuda-graphs"
+    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs and "
+    "--tp-collectives"
 )
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -229,9 +230,8 @@ class DeviceRunner(ModelRunner):
         group = self._group
         if group is None:
             return
-        agree_on_steps(
-            group.ranks, (self._limits, self.model.dtype, self.is_deterministic, self.page_size), _STEP_FLAGS
-        )
+        sizes = (self._limits, self.model.dtype, self.is_deterministic, self.page_size, type(group).__name__)
+        agree_on_steps(group.ranks, sizes, _STEP_FLAGS)
         with self.device.in_order(), torch.inference_mode():
             if group.is_captured_anew:
                 self._prompts.drop()

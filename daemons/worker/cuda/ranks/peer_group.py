@@ -84,11 +84,12 @@ class PeerGroup(DeviceGroup):
         entries[FIRST_RANK:] = torch.tensor(addresses)
         table.counts.zero_()
         table.aborted.zero_()
-        table.entries.copy_(entries)
-        self._device.record_event().wait()
+        # Ahead of the first kernel that may wait.
+        self._watch = _Watch(self.ranks, abort_word)
         # All have cleared their flags before anybody sets one.
         self.ranks.stack(torch.zeros(1))
-        self._watch = _Watch(self.ranks, abort_word)
+        table.entries.copy_(entries)
+        self._device.record_event().wait()
 
     def _open(self, described: Sequence[bytes]) -> list[int]:
         """Addresses by rank. Raises MeshError UNSUPPORTED."""
