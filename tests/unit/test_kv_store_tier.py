@@ -179,7 +179,7 @@ async def test_a_page_that_is_saved_over_while_it_waits_is_not_stored_as_what_it
 
 
 async def test_what_continues_a_page_that_became_another_is_not_stored_behind_that_one() -> None:
-    """A fetch gives the page before a waiting save to another prefix, and knows its key before the save is looked at."""
+    """A fetch gives the page before a waiting save to another prefix, whose key is known before the save is handled."""
     backend = HeldBackend()
     side = Side(backend)
     other = IDS[4 * SIZE :]
