@@ -295,16 +295,17 @@ class Planner:
         probed = self._poison.probing(state)
         if self._preemption is not None and not self.flush.is_wanted and probed is None:
             self._preemption.make_room(state, draft, prefill)
-        step_tokens = self._settings.step_tokens(state.group)
-        draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
-        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
+        self._add_chunks(state, draft, prefill, probed)
+        if state.hosts and not (draft.chunks or len(state.decode_set) or state.in_flight) and self.loads.let_go(state):
+            # Prefills waited for pages that were loaded for others: nothing else would wake them.
+            self._add_chunks(state, draft, prefill, probed)
         self._limits.planned(now, len(draft.admits), len(self.queue))
         is_empty = not draft.chunks and not len(state.decode_set)
         if is_empty:
             self._retraction.unblock(state)
         elif state.table.num_ranks > 1:
             self._retraction.unblock_ranks(state, draft)
-        if is_empty and not state.releases and not is_heartbeat and not self._has_moves(state):
+        if is_empty and not state.releases and not is_heartbeat and not self.loads.need_plan(state):
             return None
         expected_us = self.estimate.expect_us(most_tokens_of_a_rank(state, draft))
         plan = plan_of(state, draft, expected_us)
@@ -368,12 +369,10 @@ class Planner:
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(Finished.of(sequence, ending, error, num_output))
 
-    def _has_moves(self, state: EpochState) -> bool:
-        """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
-        if not state.hosts:
-            return False
-        is_waiting = bool(self.loads.num_under_way) and not state.in_flight
-        return is_waiting or self.loads.has_moves or any(host.has_saves for host in state.hosts)
+    def _add_chunks(self, state: EpochState, draft: PlanDraft, prefill: Prefill, probed: Sequence | None) -> None:
+        step_tokens = self._settings.step_tokens(state.group)
+        draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
 
     def _expire(self, now: float) -> None:
         for sequence in self.deadlines.due(now):
