@@ -213,10 +213,9 @@ def head_gemm(
 
 def head_gemm_reference(x_THK: torch.Tensor, w_HNK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The same as `head_gemm`, in torch, which writes rows of `out` in place."""
-    w_HKN = w_HNK.transpose(1, 2)
     if out is None:
-        return torch.bmm(x_THK.transpose(0, 1), w_HKN).transpose(0, 1)
-    torch.bmm(x_THK.transpose(0, 1), w_HKN, out=out.transpose(0, 1))
+        out = x_THK.new_empty(len(x_THK), *w_HNK.shape[:2])
+    torch.bmm(x_THK.transpose(0, 1), w_HNK.transpose(1, 2), out=out.transpose(0, 1))
     return out
 
 

@@ -5,9 +5,9 @@
 The workloads run through a scheduler and a worker as processes over gRPC, as in mesh.py, each once without a trace,
 then once while the worker's Profile verb traces windows of `--window-s`, one every `--every-s` (0: one after the
 other). A window ends by itself with the most steps that a trace may have. Time that several kernels share is that of
-the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their copies of
-tokens to the host: one that samples none counts as part of the next. What a traced run takes more than the other is the
-profiler's.
+the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their search
+for the highest logits: one that samples nothing counts as part of the next. What a traced run takes more than the other
+is the profiler's.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ KINDS = {
     "a step's numbers": r"_fetch_step|_scatter_embed|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
     "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear",
 }
+_NUM_KERNELS = 24
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -59,9 +60,10 @@ class Span(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Microseconds by kind of work; what kernels of no kind took, by name; the steps that ended: each samples once."""
+    """Microseconds by kind of work, by kernel, and of kernels of no kind; the steps that ended: each samples once."""
 
     by_kind: dict[str, float]
+    by_kernel: dict[str, float]
     others: dict[str, float]
     num_steps: int
 
@@ -74,6 +76,7 @@ def spent(spans: Iterable[Span]) -> Spent:
     """Of one window, from its first kernel to its last."""
     ordered = sorted(spans)
     by_kind: dict[str, float] = defaultdict(float)
+    by_kernel: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
     over = ordered[0].start
     for span in ordered:
@@ -81,10 +84,11 @@ def spent(spans: Iterable[Span]) -> Spent:
         own = max(0.0, span.end - max(span.start, over))
         kind = kind_of(span.name)
         by_kind[kind] += own
+        by_kernel[span.name[:60]] += own
         if kind == "others":
             others[span.name[:60]] += own
         over = max(over, span.end)
-    return Spent(dict(by_kind), dict(others), sum("_finish_kernel" in span.name for span in ordered))
+    return Spent(dict(by_kind), dict(by_kernel), dict(others), sum("_highest_kernel" in span.name for span in ordered))
 
 
 def kind_of(name: str) -> str:
@@ -98,17 +102,21 @@ def table(windows: Iterable[Spent]) -> dict[str, object]:
     total = sum(window.total_us for window in windows)
     num_steps = max(1, sum(window.num_steps for window in windows))
     by_kind: dict[str, float] = defaultdict(float)
+    by_kernel: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
     for window in windows:
-        for target, source in ((by_kind, window.by_kind), (others, window.others)):
+        sources = (by_kind, window.by_kind), (by_kernel, window.by_kernel), (others, window.others)
+        for target, source in sources:
             for name, micros in source.items():
                 target[name] += micros
     kinds = sorted(by_kind, key=lambda kind: -by_kind[kind])
+    kernels = sorted(by_kernel, key=lambda name: -by_kernel[name])[:_NUM_KERNELS]
     return {
         "windows": len(windows),
         "steps": num_steps,
         "shares": {kind: round(by_kind[kind] / total, 4) for kind in kinds},
         "us_per_step": {kind: round(by_kind[kind] / num_steps, 1) for kind in kinds},
+        "us_per_step_of_kernels": {name: round(by_kernel[name] / num_steps, 1) for name in kernels},
         "others_us": {name: round(others[name], 1) for name in sorted(others, key=lambda name: -others[name])[:8]},
     }
 
@@ -146,9 +154,10 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 async def _run(processes: Processes, name: str, args: argparse.Namespace, *, is_traced: bool) -> dict[str, object]:
-    turns = make_workload(name, num_requests=args.num_requests)
+    workload, _, count = name.partition(":")
+    turns = make_workload(workload, num_requests=int(count) if count else args.num_requests)
     prompts, lengths = [turn.new_ids for turn in turns], [turn.out_len for turn in turns]
-    label = f"{name}-{'traced' if is_traced else 'plain'}"
+    label = f"{workload}{count}-{'traced' if is_traced else 'plain'}"
     paths: list[Path] = []
     async with (
         open_channel(processes.address("worker")) as channel,
@@ -194,7 +203,12 @@ def _flags(texts: list[str]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.2-3b")
-    parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=["single-stream", "decode-256", "shared-prefix", "random"],
+        help="with so many requests: NAME:COUNT",
+    )
     parser.add_argument("--window-s", type=float, default=1.5)
     parser.add_argument("--every-s", type=float, default=0.0)
     parser.add_argument("--num-requests", type=int, default=None)

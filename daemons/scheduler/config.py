@@ -90,6 +90,8 @@ class SchedulerSettings(CommonSettings):
     kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
         "write_through (once cached), selective (once used again) or write_back (when evicted)")  # fmt: skip
     kv_write_hits: int = setting(2, "uses of a cached prefix before the policy selective saves it")
+    kv_fetch_min_tokens: int = setting(64, "a request asks the workers' store (--kv-store) for at least so many "
+        "tokens that the host lacks; fewer are computed")  # fmt: skip
     kv_load_min_tokens: int = setting(32, "a request waits for KV from the host for at least so many tokens; fewer are "
         "computed")  # fmt: skip
     kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
@@ -141,8 +143,10 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(f"--transfer-chunk-tokens must be >= 0, not {self.transfer_chunk_tokens}")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
-        if min(self.kv_write_hits, self.kv_load_min_tokens) < 1 or self.kv_load_timeout_s <= 0:
-            raise ValueError("--kv-write-hits and --kv-load-min-tokens must be >= 1 and --kv-load-timeout-s > 0")
+        if min(self.kv_write_hits, self.kv_load_min_tokens, self.kv_fetch_min_tokens) < 1:
+            raise ValueError("--kv-write-hits, --kv-load-min-tokens and --kv-fetch-min-tokens must be >= 1")
+        if self.kv_load_timeout_s <= 0:
+            raise ValueError(f"--kv-load-timeout-s must be > 0, not {self.kv_load_timeout_s}")
         check_cache_choice(self.cache, self.eviction)
 
     @property
@@ -179,6 +183,7 @@ class SchedulerSettings(CommonSettings):
                 min_hits=self.kv_write_hits,
                 load_min_tokens=self.kv_load_min_tokens,
                 load_timeout_s=self.kv_load_timeout_s,
+                fetch_min_tokens=self.kv_fetch_min_tokens,
             ),
             check_invariants=self.check_invariants,
         )

@@ -114,6 +114,9 @@ class GrpcRank:
     async def abort_transfer(self, request: worker_pb2.AbortTransferRequest) -> None:
         await _called(self._stub.AbortTransfer(request))
 
+    async def fetch_pages(self, request: worker_pb2.FetchPagesRequest) -> worker_pb2.FetchPagesResponse:
+        return await _called(self._stub.FetchPages(request))
+
     async def close(self) -> None:
         self.cancel()
         with suppress(grpc.aio.AioRpcError):

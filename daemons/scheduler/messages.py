@@ -142,6 +142,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         num_pages=caps.num_pages,
         num_slots=caps.num_slots,
         num_host_pages=caps.num_host_pages,
+        has_kv_store=caps.has_kv_store,
         max_tokens_per_step=caps.max_tokens_per_step,
         max_plans_in_flight=caps.max_plans_in_flight,
         max_tokens_per_row=min(max(1, caps.max_tokens_per_row), model.max_total_len),

@@ -26,6 +26,7 @@ from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.sequence_times import SequenceTimes
 from radixmesh.daemons.scheduler.step_timeout import StepTimeout
+from radixmesh.daemons.scheduler.tiers.fetch_calls import FetchCalls
 from radixmesh.daemons.scheduler.transfers.reservations import Reservations
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 
@@ -221,13 +222,17 @@ class SchedulerLoop:
             self.notify,
             self._clock,
         )
+        fetches = FetchCalls(self.planner, claimed.stream, self.notify)
         try:
-            await self._drive_with(claimed, puts, calls)
+            await self._drive_with(claimed, puts, calls, fetches)
         finally:
             puts.cancel()
             calls.cancel()
+            fetches.cancel()
 
-    async def _drive_with(self, claimed: ClaimedGroup, puts: GrammarPuts, calls: TransferCalls) -> None:
+    async def _drive_with(
+        self, claimed: ClaimedGroup, puts: GrammarPuts, calls: TransferCalls, fetches: FetchCalls
+    ) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -242,6 +247,7 @@ class SchedulerLoop:
             await self._send_plans(claimed)
             puts.start(self.planner.grammars.take_wanted())
             calls.start()
+            fetches.start()
             self.deliver()
             oldest = self._oldest_step()
             self._timeout.check(oldest, self._clock())

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
 from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
-from radixmesh.daemons.worker.backends import check_backend, create_member, load_model
+from radixmesh.daemons.worker.backends import add_store, check_backend, create_member, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.core_config import CoreConfig
@@ -33,6 +33,7 @@ class WorkerDaemon(Daemon):
 
     def __init__(self, runtime: Runtime, settings: WorkerSettings, member: GroupMember | None = None) -> None:
         self._settings = settings
+        self._metrics = runtime.metrics
         self._faults = FaultInjector(settings.parsed_faults, settings.fault_seed) if settings.faults else None
         self._holds = TransferHolds(self._faults) if self._faults is not None else None
         self.core = WorkerCore(
@@ -71,6 +72,10 @@ class WorkerDaemon(Daemon):
             blobs=self.core.blobs,
             grammars=model.grammars,
         )
+        if self._settings.kv_store:
+            await asyncio.to_thread(
+                add_store, self._settings, executor, model.identity.model_fingerprint, self._metrics
+            )
         self.core.attach(executor, model.identity, model.grammars)
 
     async def drain(self) -> None:
@@ -78,6 +83,9 @@ class WorkerDaemon(Daemon):
 
     async def close(self) -> None:
         self.core.close()
+        executor = self.core.executor
+        if executor is not None and executor.host is not None and executor.host.store is not None:
+            await asyncio.to_thread(executor.host.store.close)
 
     def _transport(self) -> KvTransport | None:
         if not self._settings.transfer_staging_bytes:

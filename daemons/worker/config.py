@@ -62,6 +62,8 @@ class WorkerSettings(CommonSettings):
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
+    kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
+        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
     transfer_transport: TransferTransport = setting(TransferTransport.SHARED_MEMORY, "what carries that KV: "
         "shared_memory (between workers of one host, over gRPC to others) or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
@@ -152,6 +154,8 @@ class WorkerSettings(CommonSettings):
         if self.host_kv_bytes and self.transfer_staging_bytes:
             raise ValueError(f"{_flag('host_kv_bytes')} and {_flag('transfer_staging_bytes')} do not go together yet: "
                 "KV that comes from other workers is written beside the plans that order saves")  # fmt: skip
+        if self.kv_store and not self.host_kv_bytes:
+            raise ValueError(f"{_flag('kv_store')} keeps what host memory has: set {_flag('host_kv_bytes')}")
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:

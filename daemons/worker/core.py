@@ -286,6 +286,22 @@ class WorkerCore:
         self.ledger.check_holder(epoch, instance_id)
         return messages
 
+    async def fetch_pages(self, request: worker_pb2.FetchPagesRequest) -> int:
+        """Fills host pages from the store of KV; how many. Raises as StoreTier.fetch(), NOT_SERVING or UNSUPPORTED."""
+        executor = self._ready().executor
+        host = executor.host
+        if host is None or host.store is None:
+            message = "the worker has no store of KV: set its --kv-store, or fetch nothing"
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_store"})
+        return await host.store.fetch(
+            request,
+            run=self._queue.run,
+            check_holder=lambda: self.ledger.check_holder(request.epoch, request.instance_id),
+            received_step=lambda: self.ledger.last_received_step,
+            loading=host.loading_host_pages,
+            weights_version=lambda: executor.weights_version,
+        )
+
     async def profile(self, action: worker_pb2.ProfileAction, num_steps: int) -> str:
         """Starts or stops a trace; path of the stopped one. Raises UNSUPPORTED or INVALID_ARGUMENT."""
         self._ready()

@@ -46,6 +46,23 @@ class HostPool(ABC):
         """Returns when no copy is under way. Default: none ever is."""
         return
 
+    @property
+    def memory(self) -> npt.NDArray[np.uint8] | None:
+        """Host pages as uint8 [num_pages, page_bytes], which threads may read; None (the default): they may not.
+        A page is in it once saved() is done."""
+        return None
+
+    def saved(self) -> DeviceEvent:
+        """Behind all saves so far. Default: none is under way when save() returns."""
+        return DONE
+
+    def write(self, host_pages: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        """Fills host pages, int32 [n], with data, uint8 [n, page_bytes], behind all copies of them. Default: where
+        copies run in the call."""
+        memory = self.memory
+        assert memory is not None, "threads may not touch this pool's memory"
+        memory[host_pages] = data
+
 
 class ArrayHostPool(HostPool):
     """Rows of bytes; copies run in the call.
@@ -65,6 +82,10 @@ class ArrayHostPool(HostPool):
         self._planes = tuple(planes.values())
         self._rows = np.empty((self.num_pages, self.page_bytes), np.uint8)
         self._loaded = loaded
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        return self._rows
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         start = 0

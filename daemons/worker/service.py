@@ -124,6 +124,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         state = worker_pb2.TRANSFER_STATE_FAILED if failure else worker_pb2.TRANSFER_STATE_VALIDATED
         return worker_pb2.CommitTransferResponse(state=state, failure=int(failure))  # type: ignore[arg-type]
 
+    async def FetchPages(self, request: worker_pb2.FetchPagesRequest, context: object) -> worker_pb2.FetchPagesResponse:
+        check_peer_names(cache_namespace=request.cache_namespace)
+        return worker_pb2.FetchPagesResponse(num_pages=await self._core.fetch_pages(request))
+
     async def WatchTransfer(
         self, request: worker_pb2.WatchTransferRequest, context: object
     ) -> AsyncIterator[worker_pb2.WatchTransferResponse]:

@@ -130,6 +130,8 @@ def _gumbel_kernel(
         is_infinite = highest == float("inf")
         if HAS_CUT:
             cut = tl.load(cut_ptr + row)
+        # A product of it with 0 is 0.
+        factor = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
         best = tl.full((), float("-inf"), tl.float64)
         best_id = tl.full((), 2**31 - 1, tl.int32)
         block = split * num_blocks
@@ -139,32 +141,57 @@ def _gumbel_kernel(
             mask = ids < V
             x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
             # +inf - +inf is NaN: with +inf in the row, only the ids that have it are candidates.
-            score = tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
             is_kept = mask & tl.where(is_infinite, x == highest, x == x)
             if HAS_CUT:
                 is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
             # Nothing is left of most blocks behind a grammar's mask or a filter, and noise is what costs.
-            if tl.max((is_kept & (score > float("-inf"))).to(tl.int32), axis=0) != 0:
-                total = tl.where(is_kept, score + _gumbel(seed, position, block, BLOCK), float("-inf"))
-                block_best = tl.max(total, axis=0)
-                block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
-                # Blocks come in the order of ids: an equal sum later on is a higher id.
-                best_id = tl.where(block_best > best, block_id, best_id)
-                best = tl.maximum(block_best, best)
+            if tl.max((is_kept & (x > float("-inf"))).to(tl.int32), axis=0) != 0:
+                bits = _random_bits(seed, position, block, BLOCK)
+                most = tl.where(is_kept, _most_total(x, highest, is_infinite, factor, bits), float("-inf"))
+                # Few blocks can have the best id; logarithms in float64 for all of them would take most of the time.
+                if tl.max(most, axis=0).to(tl.float64) >= best:
+                    score = tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
+                    total = tl.where(is_kept, score + _gumbel(bits), float("-inf"))
+                    block_best = tl.max(total, axis=0)
+                    block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
+                    # Blocks come in the order of ids: an equal sum later on is a higher id.
+                    best_id = tl.where(block_best > best, block_id, best_id)
+                    best = tl.maximum(block_best, best)
             block += 1
         tl.store(best_ptr + row * MAX_SPLITS + split, best)
         tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
 
 
 @triton.jit
-def _gumbel(seed, position, block, BLOCK: tl.constexpr):
-    """float64 noise of the ids of a block: Philox4x32-10, four ids a counter."""
+def _random_bits(seed, position, block, BLOCK: tl.constexpr):
+    """32 bits for each id of a block: Philox4x32-10, four ids a counter."""
     quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     zeros = quads * 0
     x0, x1, x2, x3 = tl.philox(seed, quads, zeros + position, zeros, zeros)
-    bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
+    return tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
+
+
+@triton.jit
+def _gumbel(bits):
+    """float64 noise: -log(-log(u)) of u = (bits + 0.5) / 2^32."""
     uniform = (bits.to(tl.float64) + 0.5) * (2.0**-32)
     return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _most_total(x, highest, is_infinite, factor, bits):
+    """Bound from above, in float32, on score + noise of an id whose score is at most 0. factor: 1 / temperature, or
+    less.
+
+    With v = 1 - u, -log(u) = v + v^2 / 2 + v^3 / 3 + ...: two terms are less than it, and so the noise is more. Near
+    u = 1, from where most of the best ids come, they are all but exact; v is computed from the complement of the bits,
+    where 1 - u would lose its digits. Roundings are below what is added: a few units in the last place of either part.
+    """
+    score = tl.where(is_infinite, 0.0, (x - highest) * factor)
+    v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * (2.0**-32)
+    u = (bits.to(tl.float32) + 0.5) * (2.0**-32)
+    exponential = tl.where(v < 0.5, v + 0.5 * v * v, -tl.log(u))
+    return score * (1.0 - 1e-6) + 1e-3 - tl.log(exponential)
 
 
 @triton.jit(do_not_specialize=["num_splits", "ring_stride", "tokens_stride"])

@@ -254,6 +254,13 @@ BOUNDS: dict[str, Bound] = {
         data=(4 << 20, f"{D}worker.kv_transfer.transfer_service:receive"),
     ),
     **_rows(
+        "worker.v1.FetchPagesRequest",
+        instance_id=(64 << 10, WIRE),
+        ids=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
+        host_pages=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
+        cache_namespace=(64 << 10, WIRE),
+    ),
+    **_rows(
         "worker.v1.CommitTransferRequest",
         transfer_id=(64 << 10, WIRE),
         instance_id=(64 << 10, WIRE),

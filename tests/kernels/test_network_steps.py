@@ -199,3 +199,14 @@ def test_the_memory_that_is_counted_for_a_token_is_what_it_takes(algorithm, mode
     kept = [pool.tokens(name, layer) for name in pool.plane_names for layer in layers]
     kept += [network._fresh.is_fresh_N] + ([] if network._features_NF is None else [network._features_NF])
     assert sum(part.nbytes for part in kept) == token_bytes(loaded.network) * (600 + 1) * 4
+
+
+def test_a_network_drafts_no_more_than_it_was_told_where_grammars_may_force_more():
+    runner = _device_runner("eagle3", "tiny-llama", 4, 2)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    drafts = _note_device(drafter)
+    runner.verify(drafter, max_drafts=4)  # type: ignore[attr-defined]
+    driver = PlanDriver(runner, lag=0)
+    driver.add(0, text_of("tiny-llama")[0], GREEDY, chunk_len=16, num_out=8)
+    driver.finish(8)
+    assert {len(of) for of in drafts.values()} >= {2} and max(len(of) for of in drafts.values()) == 2

@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support.device_samples import check_sampled, sampled
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.kernels.sampling.sample import SampleScratch, compile_sampling
+from radixmesh.kernels.sampling.sample import SampleScratch, _gumbel, _most_total, compile_sampling
 from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _NAN, _INF = float("nan"), float("inf")
@@ -144,3 +146,33 @@ def _random_penalties(generator: np.random.Generator, vocab_size: int) -> Sampli
 
 def _input(sampling: Sampling) -> SampleInput:
     return SampleInput(sampling=sampling, prompt_ids=_NONE, output_ids=_NONE, position=0)
+
+
+@triton.jit
+def _bounds_kernel(x_ptr, bits_ptr, bound_ptr, exact_ptr, tops_ptr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    highest, temperature = tl.load(tops_ptr).to(tl.float32), tl.load(tops_ptr + 1)
+    x, bits = tl.load(x_ptr + index), tl.load(bits_ptr + index).to(tl.uint32, bitcast=True)
+    factor = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
+    tl.store(bound_ptr + index, _most_total(x, highest, highest > 1e38, factor, bits))
+    tl.store(exact_ptr + index, (x.to(tl.float64) - highest.to(tl.float64)) / temperature + _gumbel(bits))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.02, 1e-9])
+def test_a_bound_on_a_total_is_never_below_it(temperature: float, device: torch.device) -> None:
+    """For the least and the most bits, those about the border between its two forms, and any; for the highest logit
+    itself too, which is what a low temperature picks whatever its noise."""
+    ends = torch.arange(1024)
+    middle = (1 << 31) - 512 + torch.arange(1024)
+    anywhere = torch.randint(1 << 32, (2048,), generator=torch.Generator().manual_seed(0))
+    bits = torch.cat((ends, (1 << 32) - 1 - ends, middle, anywhere))
+    bits = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).int().to(device)
+    for highest, x in ((4.0, torch.full((len(bits),), 4.0)), (30.0, 30.0 - torch.rand(len(bits)) * 40)):
+        x = x.to(device)
+        bound, exact = torch.empty_like(x), torch.empty(len(bits), dtype=torch.float64, device=device)
+        tops = torch.tensor([highest, temperature], dtype=torch.float64, device=device)
+        _bounds_kernel[(len(bits) // 1024,)](x, bits, bound, exact, tops, BLOCK=1024)
+        assert bool((bound.double() >= exact).all())
+        # And so close that few blocks are computed in vain.
+        near = exact > 3.0
+        assert not near.any() or float((bound.double() - exact)[near].max()) < 0.01

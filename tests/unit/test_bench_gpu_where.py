@@ -29,7 +29,10 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
             # Within RoPE.
             Span(16.0, 18.0, "_split_attention_kernel"),
             Span(40.0, 50.0, "_split_attention_kernel"),
-            Span(50.0, 51.0, "_finish_kernel"),
+            # A step that samples with noise has two of the last.
+            Span(50.0, 50.5, "_highest_kernel"),
+            Span(50.5, 50.7, "_finish_kernel"),
+            Span(50.7, 51.0, "_finish_kernel"),
             Span(51.0, 54.0, "void unheard_of<float>(int)"),
         ]
     )
@@ -44,6 +47,7 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
     assert (window.total_us, window.num_steps) == (44.0, 1) and window.others == {"void unheard_of<float>(int)": 3.0}
     result = where.table([window, window])
     assert result["windows"] == result["steps"] == 2
+    assert result["us_per_step_of_kernels"]["_split_attention_kernel"] == 10.0
     assert next(iter(result["shares"])) == "RoPE and KV write" and result["us_per_step"]["idle"] == 8.0
     assert sum(result["shares"].values()) == pytest.approx(1.0, abs=1e-3)
 

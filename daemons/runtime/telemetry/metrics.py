@@ -354,6 +354,18 @@ class Metrics:
             "worker",
             "Staging of failed transfers that may still be written to.",
         )
+        self.kv_store_pages = make.counter(
+            "radixmesh_kv_store_pages_total",
+            "worker",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored).",
+            ["outcome"],
+        )
+        self.kv_store_bytes = make.counter(
+            "radixmesh_kv_store_bytes_total",
+            "worker",
+            "Bytes of the KV store: put and read (payload), written (with heads and rewrites).",
+            ["kind"],
+        )
         self.kv_staging_bytes = make.gauge(
             "radixmesh_kv_staging_bytes", "worker", "Bytes of KV transfers that are on their way, or quarantined."
         )

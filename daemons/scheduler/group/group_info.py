@@ -47,6 +47,8 @@ class GroupInfo:
     """Of the grammars that the workers follow; empty = none."""
     kv_dtype: str = ""
     kv_layout: str = ""
+    has_kv_store: bool = False
+    """All workers fetch pages from a store into host memory."""
     has_transfers: bool = False
     """The workers send KV to others and take it from them."""
 

@@ -83,6 +83,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         dp_size=layout.dp_size,
         ep_size=layout.ep_size,
         experts=shared_experts_of(hellos, layout.ep_size),
+        has_kv_store=all(info.has_kv_store for info in infos),
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,

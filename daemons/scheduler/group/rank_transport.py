@@ -59,6 +59,10 @@ class RankTransport(Protocol):
 
     async def abort_transfer(self, request: worker_pb2.AbortTransferRequest) -> None: ...
 
+    async def fetch_pages(self, request: worker_pb2.FetchPagesRequest) -> worker_pb2.FetchPagesResponse:
+        """Returns when host pages are filled from the worker's store, as far as that has them."""
+        ...
+
     async def close(self) -> None:
         """Drops the connection. Idempotent; raises nothing."""
         ...

@@ -44,6 +44,7 @@ from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.tiers.kv_fetches import KvFetches
 from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
@@ -82,6 +83,9 @@ class Planner:
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
+        self.fetches = KvFetches(
+            self.queue, min_tokens=settings.tiers.fetch_min_tokens, timeout_s=settings.tiers.load_timeout_s
+        )
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
@@ -213,6 +217,7 @@ class Planner:
             self.arrivals,
             self.handovers,
             self.loads,
+            self.fetches,
         )
         for sequence in self.submissions.live():
             try:
@@ -242,6 +247,7 @@ class Planner:
         self.arrivals.begin_epoch()
         self.handovers.begin_epoch()
         self.loads.begin_epoch()
+        self.fetches.begin_epoch()
         poisonous = self._poison.epoch_ended(state, refused_step, error)
         for sequence in state.end():
             self.queue.push(sequence)
@@ -272,12 +278,14 @@ class Planner:
         self.handovers.pass_time()
         if state.hosts:
             self.loads.pass_time(state, now)
+            self.fetches.pass_time(now)
         self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted:
             self.arrivals.give_up(state)
             self.loads.let_go(state)
-            if not len(self.arrivals) and not self.loads.num_under_way and self.flush.may_run(state):
+            is_quiet = not (len(self.arrivals) or len(self.fetches) or self.loads.num_under_way)
+            if is_quiet and self.flush.may_run(state):
                 return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
@@ -287,16 +295,17 @@ class Planner:
         probed = self._poison.probing(state)
         if self._preemption is not None and not self.flush.is_wanted and probed is None:
             self._preemption.make_room(state, draft, prefill)
-        step_tokens = self._settings.step_tokens(state.group)
-        draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
-        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
+        self._add_chunks(state, draft, prefill, probed)
+        if state.hosts and not (draft.chunks or len(state.decode_set) or state.in_flight) and self.loads.let_go(state):
+            # Prefills waited for pages that were loaded for others: nothing else would wake them.
+            self._add_chunks(state, draft, prefill, probed)
         self._limits.planned(now, len(draft.admits), len(self.queue))
         is_empty = not draft.chunks and not len(state.decode_set)
         if is_empty:
             self._retraction.unblock(state)
         elif state.table.num_ranks > 1:
             self._retraction.unblock_ranks(state, draft)
-        if is_empty and not state.releases and not is_heartbeat and not self._has_moves(state):
+        if is_empty and not state.releases and not is_heartbeat and not self.loads.need_plan(state):
             return None
         expected_us = self.estimate.expect_us(most_tokens_of_a_rank(state, draft))
         plan = plan_of(state, draft, expected_us)
@@ -360,12 +369,10 @@ class Planner:
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(Finished.of(sequence, ending, error, num_output))
 
-    def _has_moves(self, state: EpochState) -> bool:
-        """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
-        if not state.hosts:
-            return False
-        is_waiting = bool(self.loads.num_under_way) and not state.in_flight
-        return is_waiting or self.loads.has_moves or any(host.has_saves for host in state.hosts)
+    def _add_chunks(self, state: EpochState, draft: PlanDraft, prefill: Prefill, probed: Sequence | None) -> None:
+        step_tokens = self._settings.step_tokens(state.group)
+        draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
 
     def _expire(self, now: float) -> None:
         for sequence in self.deadlines.due(now):

@@ -20,6 +20,7 @@ from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
+from radixmesh.daemons.scheduler.tiers.kv_fetches import KvFetches
 from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads, LoadTurn
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
@@ -56,8 +57,10 @@ class Prefill:
         arrivals: KvArrivals,
         handovers: KvHandovers,
         loads: KvLoads,
+        fetches: KvFetches,
     ) -> None:
         self._loads_from_host = loads
+        self._fetches = fetches
         self._observer = observer
         self._limits = limits
         self._queue = queue
@@ -209,6 +212,8 @@ class Prefill:
         return self._turn(state, sequence, probe, 0) is LoadTurn.PARKED
 
     def _turn(self, state: EpochState, sequence: Sequence, probe: Probe, rank: int) -> LoadTurn:
+        if state.group.has_kv_store and self._fetches.is_parked(state, sequence, probe):
+            return LoadTurn.PARKED
         has_pages = self._has_pages(state, sequence, probe.num_pages, rank)
         if not has_pages and not state.table.running_on(rank) and self._loads_from_host.let_go(state):
             has_pages = self._has_pages(state, sequence, probe.num_pages, rank)

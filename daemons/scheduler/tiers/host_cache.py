@@ -44,6 +44,8 @@ class TierSettings:
     min_hits: int = 2
     load_min_tokens: int = 32
     load_timeout_s: float = 2.0
+    fetch_min_tokens: int = 64
+    """Fewer that the host lacks are computed rather than asked of the workers' store."""
 
 
 @dataclass(slots=True)
@@ -52,12 +54,14 @@ class TierCounters:
 
     saved: int = 0
     loaded: int = 0
+    fetched: int = 0
     evicted: int = 0
     skipped: int = 0
 
     def add(self, other: TierCounters) -> None:
         self.saved += other.saved
         self.loaded += other.loaded
+        self.fetched += other.fetched
         self.evicted += other.evicted
         self.skipped += other.skipped
 
@@ -71,7 +75,7 @@ class HostCache:
         self.cache = RadixCache(page_size=page_size, num_pages=num_pages, policy=make_eviction_policy(eviction))
         self._rank = rank
         self._saves: list[PageMove] = []
-        self._num_unsent = 0
+        self._num_unsent = self._num_fetching = 0
         self.counters = TierCounters()
 
     @property
@@ -110,12 +114,7 @@ class HostCache:
         num = min(missing, room)
         self.counters.skipped += missing - num
         if num > 0:
-            if num > self.pages.num_free:
-                evicted = self.cache.evict(num - self.pages.num_free)
-                self.pages.give_back(evicted)
-                self.counters.evicted += len(evicted)
-                self._drop_saves(evicted)
-            host_pages = self.pages.take(num)
+            host_pages = self._take(num)
             all_pages = np.concatenate([held.pages, host_pages])
             held, _ = self.cache.extend(held, namespace, ids[: size * (known + num)], all_pages)
             self._saves.append(
@@ -128,6 +127,26 @@ class HostCache:
             )
             self._num_unsent += num
             self.counters.saved += num
+        self.release(held)
+
+    def begin_fetch(self, namespace: Namespace, ids: IntArray, num_pages: int) -> tuple[Match, IntArray]:
+        """The prefix that is here, locked, and pages for what `num_pages` of these tokens have beyond it, as far as
+        there is room: end_fetch() or, where there is no page, release() them."""
+        held = self.hold(namespace, ids)
+        room = self.pages.num_free + self.cache.num_evictable
+        taken = self._take(max(0, min(num_pages - len(held.pages), room)))
+        self._num_fetching += len(taken)
+        return held, taken
+
+    def end_fetch(self, held: Match, namespace: Namespace, ids: IntArray, pages: IntArray, num_fetched: int) -> None:
+        """The first pages of a fetch have the KV of `ids` behind what was held; the others are free."""
+        num_held = len(held.pages)
+        self._num_fetching -= len(pages)
+        self.counters.fetched += num_fetched
+        all_pages = np.concatenate([held.pages, pages[:num_fetched]])
+        held, num_known = self.cache.extend(held, namespace, ids[: len(all_pages) * self.cache.page_size], all_pages)
+        # Some may have been saved meanwhile: those are here already.
+        self.pages.give_back(np.concatenate([all_pages[num_held : max(num_held, num_known)], pages[num_fetched:]]))
         self.release(held)
 
     def _drop_saves(self, evicted: IntArray) -> None:
@@ -157,6 +176,16 @@ class HostCache:
 
     def find_violation(self) -> str:
         """Describes a violation of the counts; empty = none."""
-        if self.pages.num_used != self.cache.num_cached:
-            return f"{self.pages.num_used} host pages are used, the host cache has {self.cache.num_cached}"
+        if self.pages.num_used != self.cache.num_cached + self._num_fetching:
+            fetching = f" and fetches have {self._num_fetching}" if self._num_fetching else ""
+            return f"{self.pages.num_used} host pages are used, the host cache has {self.cache.num_cached}{fetching}"
         return ""
+
+    def _take(self, num: int) -> IntArray:
+        """Free pages; those that the cache evicts first, where there are too few."""
+        if num > self.pages.num_free:
+            evicted = self.cache.evict(num - self.pages.num_free)
+            self.pages.give_back(evicted)
+            self.counters.evicted += len(evicted)
+            self._drop_saves(evicted)
+        return self.pages.take(num)

@@ -76,10 +76,12 @@ class KvLoads:
         """Loads whose completion has not been told."""
         return sum(not load.is_loaded for load in self._loads.values())
 
-    @property
-    def has_moves(self) -> bool:
-        """Loads wait for the plan that is being made."""
-        return bool(self._moves)
+    def need_plan(self, state: EpochState) -> bool:
+        """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
+        if not state.hosts:
+            return False
+        is_waiting = bool(self.num_under_way) and not state.in_flight
+        return is_waiting or bool(self._moves) or any(host.has_saves for host in state.hosts)
 
     def take_moves(self) -> list[PageMove]:
         """Loads for the plan that is being made."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -22,6 +23,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
 # Of one registration, a multiple of the largest page of memory; and threads that register at a time.
@@ -89,6 +91,19 @@ class CudaHostPool(HostPool):
     def overwritten(self, device_pages: IntArray) -> None:
         if late := _last_with(self._saves, device_pages, None):
             late.event.hold(self._device.stream)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        return self._words.numpy().view(np.uint8)
+
+    def saved(self) -> DeviceEvent:
+        return self._saves[-1].event if self._saves else DONE
+
+    def write(self, host_pages: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        for copies in (self._saves, self._loads):
+            if late := _last_with(copies, None, host_pages):
+                late.event.wait()
+        self.memory[host_pages] = data
 
     def wait(self) -> None:
         self._save_stream.synchronize()

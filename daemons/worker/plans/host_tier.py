@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.plans.store_tier import StoreTier
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT
 
@@ -41,6 +45,8 @@ class HostTier:
         self.pool = pool
         self.records = PageRecordTable(replace(limits, num_pages=pool.num_pages))
         self._page_size = limits.page_size
+        self.store: StoreTier | None = None
+        """Keeps pages that are saved; None: nothing lies below the host."""
         self._loading: list[_Load] = []
         self._loaded: list[int] = []
         self._last_op = 0
@@ -67,6 +73,8 @@ class HostTier:
         """Copies pages to the host, records included."""
         _chain(moves, device, self.records, weights_version, to_host=True)
         self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
+        if self.store is not None:
+            self.store.saved(moves)
 
     def load(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
         """Starts copies from the host; the device pages are granted."""
@@ -138,6 +146,8 @@ class HostTier:
         self._loaded.clear()
         self._last_op = 0
         self.records.reset()
+        if self.store is not None:
+            self.store.reset()
 
 
 def check_moves(

@@ -69,13 +69,15 @@ class DeviceNetwork(DeviceDrafter):
         page_size: int,
         max_total_len: int,
         max_rows: int,
+        max_chain: int,
     ) -> None:
         """tables_SL: int32, memory for the network's own page tables, which the attention reads. page_size: of the
-        target's pages. dtype: of features."""
+        target's pages. dtype: of features. max_chain: most drafts of a row, of those that a step verifies: grammars may
+        force more."""
         where = device.torch_device
         self.hidden_layers = hidden_layers
         self._device, self._network, self._pool, self._attention = device, network, pool, attention
-        self._slots, self._page_size, self._max_rows = slots, page_size, max_rows
+        self._slots, self._page_size, self._max_rows, self._max_chain = slots, page_size, max_rows, max_chain
         num_tokens = pool.num_pages + 1
         self._shape = NetworkShape(1 if num_features else 0, page_size, max_total_len, pool.zero_slot)
         self._features_NF = torch.zeros(num_tokens, num_features, dtype=dtype, device=where) if num_features else None
@@ -95,7 +97,7 @@ class DeviceNetwork(DeviceDrafter):
 
     def begin(self, state: SlotLengths, sampler: SlotSampler, *, max_rows: int, max_drafts: int) -> None:
         where = self._device.torch_device
-        self._state, self._sampler, self._most = state, sampler, max_drafts
+        self._state, self._sampler, self._most = state, sampler, min(max_drafts, self._max_chain)
         self._columns = max_drafts + 1
         self._rows = NetworkRows.allocate(max_rows * self._columns, max_rows, where)
         self._chain = ChainRows.allocate(max_rows, where)

@@ -92,6 +92,8 @@ def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -
     network, settings, limits = loaded.network, loaded.settings, loaded.limits
     if network is None:
         return None
+    assert settings.speculation is not None, "a network that nobody asked for"
+    max_chain = settings.speculation.max_drafts
     by_token = replace(settings, page_size=1, deterministic=False)
     dtype = loaded.attention.query_dtype
     attention = AttentionChoice(
@@ -128,6 +130,7 @@ def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -
             page_size=settings.page_size,
             max_total_len=max_total_len,
             max_rows=limits.max_tokens_per_step,
+            max_chain=max_chain,
         )
 
     return create

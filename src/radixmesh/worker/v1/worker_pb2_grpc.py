@@ -110,6 +110,11 @@ class WorkerServiceStub(object):
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferResponse.FromString,
                 _registered_method=True)
+        self.FetchPages = channel.unary_unary(
+                '/radixmesh.worker.v1.WorkerService/FetchPages',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -245,6 +250,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchPages(self, request, context):
+        """FetchPages fills host pages from the store of KV, as far as that has them; the steps go on meanwhile. Only for the holder of the
+        epoch. Nobody may name the pages until the answer, in a save or a load. What goes wrong is an answer of fewer pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -322,6 +335,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.AbortTransfer,
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferResponse.SerializeToString,
+            ),
+            'FetchPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPages,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -730,6 +748,33 @@ class WorkerService(object):
             '/radixmesh.worker.v1.WorkerService/AbortTransfer',
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferRequest.SerializeToString,
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.AbortTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.worker.v1.WorkerService/FetchPages',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.FetchPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

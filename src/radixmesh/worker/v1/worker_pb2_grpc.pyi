@@ -98,6 +98,10 @@ class WorkerServiceStub:
     """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one."""
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortTransferRequest, _worker_pb2.AbortTransferResponse]
     """AbortTransfer asks to end a transfer; memory is freed only once the writer is known to be done or gone."""
+    FetchPages: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FetchPagesRequest, _worker_pb2.FetchPagesResponse]
+    """FetchPages fills host pages from the store of KV, as far as that has them; the steps go on meanwhile. Only for the holder of the
+    epoch. Nobody may name the pages until the answer, in a save or a load. What goes wrong is an answer of fewer pages.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -167,6 +171,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """WatchTransfer streams the states of a prepared transfer until WRITTEN or a terminal one."""
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortTransferRequest, _worker_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """AbortTransfer asks to end a transfer; memory is freed only once the writer is known to be done or gone."""
+    FetchPages: _aio.UnaryUnaryMultiCallable[_worker_pb2.FetchPagesRequest, _worker_pb2.FetchPagesResponse]  # type: ignore[assignment]
+    """FetchPages fills host pages from the store of KV, as far as that has them; the steps go on meanwhile. Only for the holder of the
+    epoch. Nobody may name the pages until the answer, in a save or a load. What goes wrong is an answer of fewer pages.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """WorkerService runs steps for one scheduler at a time."""
@@ -323,5 +331,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AbortTransferResponse, _abc.Awaitable[_worker_pb2.AbortTransferResponse]]:
         """AbortTransfer asks to end a transfer; memory is freed only once the writer is known to be done or gone."""
+
+    @_abc_1.abstractmethod
+    def FetchPages(
+        self,
+        request: _worker_pb2.FetchPagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FetchPagesResponse, _abc.Awaitable[_worker_pb2.FetchPagesResponse]]:
+        """FetchPages fills host pages from the store of KV, as far as that has them; the steps go on meanwhile. Only for the holder of the
+        epoch. Nobody may name the pages until the answer, in a save or a load. What goes wrong is an answer of fewer pages.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

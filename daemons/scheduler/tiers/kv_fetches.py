@@ -1,0 +1,141 @@
+"""KV that comes from the workers' store into host memory for requests that wait, before it is loaded to the device.
+
+FETCHING --all workers have answered--> gone: what came is in the host cache, its requests are back in the queue
+
+A fetch takes host pages as a save does, and locks what it continues on the host. Nobody knows what the store has: each
+request asks once, for all that the host lacks, and computes the rest. One that waits too long is admitted as any other;
+the pages are the fetch's until the answer. Nothing of a fetch outlives the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, Probe
+from radixmesh.daemons.scheduler.cache.radix_tree import num_equal
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+
+MAX_FETCHES = 8
+"""Under way at a time: a worker refuses more than twice as many."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class KvFetch:
+    """One fetch. ids: the whole prefix, int32, up to the last page that is wanted; held: what of it the host has,
+    locked; pages: host pages for the rest."""
+
+    namespace: Namespace
+    cache_name: str
+    ids: IntArray
+    held: Match
+    pages: IntArray
+    begun_s: float
+    is_late: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
+
+
+class KvFetches:
+    """Of one planner. min_tokens: fewer are computed; timeout_s: a request that waits longer computes its prompt.
+
+    num_fetched: pages that came. num_asked: fetches.
+    """
+
+    def __init__(self, queue: WaitingQueue, *, min_tokens: int, timeout_s: float) -> None:
+        self._queue = queue
+        self._min_tokens, self._timeout_s = min_tokens, timeout_s
+        self._fetches: list[KvFetch] = []
+        self._wanted: list[KvFetch] = []
+        self._asked: set[Sequence] = set()
+        self._now = 0.0
+        self.num_fetched = self.num_asked = 0
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def begin_epoch(self) -> None:
+        """Locks and pages of the epoch before are void; who waited is back in the queue."""
+        self._fetches.clear()
+        self._wanted.clear()
+        self._asked.clear()
+
+    def take_wanted(self) -> list[KvFetch]:
+        """Fetches to be asked of the workers; each is told once."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def is_parked(self, state: EpochState, sequence: Sequence, probe: Probe) -> bool:
+        """Has a waiting request's KV fetched, where the store may have more of it than device and host; parks it until
+        then. probe: of the device. One group of ranks with the same tokens: no data-parallel ranks."""
+        group, pages = state.group, state.pages
+        host = pages.host
+        if host is None or not group.has_kv_store or group.dp_size > 1 or sequence in self._asked:
+            return False
+        size, namespace = group.page_size, pages.namespace_of(sequence)
+        ids = sequence.token_ids()[: sequence.max_cached_len()]
+        num_wanted, num_known = len(ids) // size, host.num_known(namespace, ids)
+        if (num_wanted - max(num_known, probe.num_pages)) * size < self._min_tokens:
+            return False
+        for fetch in self._fetches:
+            if not fetch.is_late and fetch.namespace == namespace and _num_common(fetch.ids, ids) // size > num_known:
+                # The rest of its own prompt is asked for when this is here.
+                self._park(fetch, sequence)
+                return True
+        if len(self._fetches) >= MAX_FETCHES:
+            return False
+        self._asked.add(sequence)
+        held, taken = host.begin_fetch(namespace, ids, num_wanted)
+        if not len(taken):
+            host.release(held)
+            return False
+        end = (len(held.pages) + len(taken)) * size
+        fetch = KvFetch(
+            namespace=namespace,
+            cache_name=sequence.cache_name,
+            ids=ids[:end].copy(),
+            held=held,
+            pages=taken,
+            begun_s=self._now,
+        )
+        self.num_asked += 1
+        self._fetches.append(fetch)
+        self._wanted.append(fetch)
+        self._park(fetch, sequence)
+        return True
+
+    def fetched(self, state: EpochState, fetch: KvFetch, num_pages: int) -> None:
+        """All workers have the first pages of a fetch; none, if anything went wrong."""
+        if fetch not in self._fetches:
+            return  # Of an epoch before.
+        self._fetches.remove(fetch)
+        host = state.pages.host
+        assert host is not None
+        self.num_fetched += num_pages
+        host.end_fetch(fetch.held, fetch.namespace, fetch.ids, fetch.pages, num_pages)
+        for sequence in fetch.sequences:
+            self._queue.unpark(sequence)
+
+    def pass_time(self, now: float) -> None:
+        """Ends waits that take too long. Call before each plan."""
+        self._now = now
+        if self._asked:
+            self._asked = {s for s in self._asked if s.lifecycle is Lifecycle.WAITING}
+        for fetch in self._fetches:
+            if not fetch.is_late and now - fetch.begun_s >= self._timeout_s:
+                fetch.is_late = True
+                for sequence in fetch.sequences:
+                    self._asked.add(sequence)
+                    self._queue.unpark(sequence)
+                fetch.sequences.clear()
+
+    def _park(self, fetch: KvFetch, sequence: Sequence) -> None:
+        if sequence not in fetch.sequences:
+            fetch.sequences.append(sequence)
+        self._queue.park(sequence)
+
+
+def _num_common(first: IntArray, second: IntArray) -> int:
+    num = min(len(first), len(second))
+    return num_equal(first[:num], second[:num])

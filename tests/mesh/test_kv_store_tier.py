@@ -1,0 +1,159 @@
+"""Recitations over a store below host memory: restarts and replicas go on with what was computed before, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xxhash")
+from mesh.test_kills import kill_all
+from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
+from support.kv_stores import redis_server
+from support.running_daemon import running
+from support.serve_client import ServeClient, serve_client
+
+from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
+from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.plans.store_tier import StoreTier
+
+
+class Replica:
+    """A worker and its scheduler."""
+
+    def __init__(self, worker: WorkerDaemon, planner: Planner, client: ServeClient) -> None:
+        self.worker, self.planner, self.client = worker, planner, client
+
+    @property
+    def tier(self) -> StoreTier:
+        executor = self.worker.core.executor
+        assert executor is not None and executor.host is not None and executor.host.store is not None
+        return executor.host.store
+
+    async def recite(self, wanted: list[tuple[list[int], list[int]]]) -> int:
+        """Tokens of prompts that were computed, not found."""
+        before = self.planner.counters.prefilled_tokens
+        for prompt, expected in wanted:
+            handle = await self.client.submit(prompt, max_tokens=len(expected), sampling=GREEDY)
+            (output,) = await self.client.over(handle, timeout_s=60.0)
+            assert output.tokens == expected
+        return self.planner.counters.prefilled_tokens - before
+
+    async def stored(self, least: int) -> None:
+        """Waits for pages to be in the store."""
+        async with asyncio.timeout(30):
+            while self.tier.num_stored < least:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 4000) -> AsyncIterator[Replica]:
+    worker_settings = WorkerSettings(
+        backend=Backend.CPU,
+        model=MODELS / model,
+        page_size=page_size,
+        num_pages=400 // page_size,
+        num_slots=8,
+        max_total_len=192,
+        cpu_threads=1,
+        host_kv_bytes=host_tokens * TOKEN_BYTES[model],
+        kv_store=store,
+    )
+    async with running(WorkerDaemon, worker_settings) as worker:
+        settings = SchedulerSettings(
+            workers=(worker.address,), check_invariants=True, chunk_tokens=64, grant_ahead_tokens=page_size,
+            decode_reserve_tokens=1, kv_fetch_min_tokens=16,
+        )  # fmt: skip
+        async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
+            yield Replica(worker.daemon, scheduler.daemon.loop.planner, client)
+
+
+@pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
+async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: str, page_size: int) -> None:
+    wanted = texts(model, 5)
+    store = f"disk://{tmp_path}?budget=256MiB"
+    num_pages = sum((len(prompt) - 1) // page_size for prompt, _ in wanted)
+    async with replica(model, page_size, store) as first:
+        cold = await first.recite(wanted)
+        # Texts may begin alike.
+        await first.stored(num_pages * 2 // 3)
+        await asyncio.sleep(0)
+    async with replica(model, page_size, store) as second:
+        warm = await second.recite(wanted)
+        assert second.planner.fetches.num_fetched >= num_pages * 2 // 3
+        assert warm <= len(wanted) * (page_size + 1) < cold
+        assert second.tier.store.counters().corrupt == 0
+        value = second.worker._metrics.registry.get_sample_value
+        assert value("radixmesh_kv_store_pages_total", {"outcome": "hit"}) == second.planner.fetches.num_fetched
+        assert value("radixmesh_kv_store_bytes_total", {"kind": "read"}) > 0
+
+
+async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) -> None:
+    """Both at once over one Redis server."""
+    wanted = texts("tiny-llama", 5)
+    num_pages = sum((len(prompt) - 1) // 4 for prompt, _ in wanted)
+    with redis_server(tmp_path) as url:
+        async with replica("tiny-llama", 4, url) as first, replica("tiny-llama", 4, url) as second:
+            cold = await first.recite(wanted)
+            await first.stored(num_pages * 2 // 3)
+            warm = await second.recite(wanted)
+            assert warm <= len(wanted) * 5 < cold
+            hits = second.planner.fetches.num_fetched / num_pages
+            assert hits > 0.9
+            # Both find pages of each other's later texts.
+            more = texts("tiny-llama", 8)[5:]
+            await second.recite(more)
+            await asyncio.sleep(0.2)
+            assert await first.recite(more) <= len(more) * 5
+
+
+async def test_a_host_pool_that_is_too_small_is_served_from_the_store(tmp_path: Path) -> None:
+    """Host memory for two texts: the others are evicted there as well, and come from the disk."""
+    wanted = texts("tiny-llama", 6)
+    async with replica("tiny-llama", 4, f"disk://{tmp_path}?budget=256MiB", host_tokens=400) as one:
+        await one.recite(wanted)
+        for _ in range(2):
+            prefilled = await one.recite(wanted)
+        state = one.planner.state
+        assert state is not None and state.hosts[0].counters.evicted > 0
+        assert one.planner.fetches.num_fetched > 50 and prefilled <= len(wanted) * 40
+
+
+async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> None:
+    wanted = texts("tiny-llama", 4)
+    store = f"disk://{tmp_path}?budget=256MiB"
+    async with replica("tiny-llama", 4, store) as first:
+        await first.recite(wanted)
+        await first.stored(80)
+    (segment,) = (tmp_path / "rank-0").glob("*.seg")
+    data = bytearray(segment.read_bytes())
+    # Payloads of every page, but no head.
+    for at in range(2000, len(data) - 12_000, 9_001):
+        data[at] ^= 0xFF
+    segment.write_bytes(data)
+    async with replica("tiny-llama", 4, store) as second:
+        await second.recite(wanted)
+        assert second.tier.store.counters().corrupt > 0
+    with redis_server(tmp_path) as url:
+        async with replica("tiny-llama", 4, url) as third:
+            await third.recite(wanted[:2])
+            await third.stored(40)
+            third.tier.store._backend._client.shutdown(nosave=True)  # type: ignore[attr-defined]
+            await third.recite(wanted)
+            await third.recite(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
+    plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
+    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
+    kills = await kill_all("cpu", plan, model="tiny-llama", worker=worker)
+    assert len(kills) == len(plan)
