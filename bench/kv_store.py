@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "command": f"python bench/kv_store.py {flags.folder} --gib {flags.gib:g} --pages {flags.pages}",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
             "python": platform.python_version(),
+            "load_average": round(os.getloadavg()[0], 1),
             "pages": [transfer(folder / str(size), size, int(flags.gib * 2**30)) for size in (1, 16)],
             "start": start(folder / "index", flags.pages),
         }

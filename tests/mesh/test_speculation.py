@@ -117,7 +117,7 @@ async def _served(shared: list[int], **settings: object) -> tuple[list[object], 
 )
 async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str, model: str) -> None:
     jobs, folder = _greedy(model), target_folder(algorithm, model)
-    async with running_mesh("cpu", model=model, folder=folder, worker=flags_of(algorithm, model)) as mesh:
+    async with running_mesh("cpu", model=folder.name, folder=folder, worker=flags_of(algorithm, model)) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
         await _kill(mesh, jobs, ("scheduler", "worker"))

@@ -178,6 +178,29 @@ async def test_a_page_that_is_saved_over_while_it_waits_is_not_stored_as_what_it
     close(side)
 
 
+async def test_what_continues_a_page_that_became_another_is_not_stored_behind_that_one() -> None:
+    """A fetch gives the page before a waiting save to another prefix, whose key is known before the save is handled."""
+    backend = HeldBackend()
+    side = Side(backend)
+    other = IDS[4 * SIZE :]
+    side.save(other, [6], value=80)
+    await side.settled(1)
+    held = threading.Semaphore(0)
+    backend.entered, go_on, backend.go_on = held, backend.go_on, threading.Event()
+    side.save(IDS[:SIZE], [0], value=10)
+    while not held.acquire(blocking=False):
+        await asyncio.sleep(0.002)
+    side.save(IDS[SIZE : 2 * SIZE], [1], previous=0, value=20)
+    # Only the write is held: the read of the fetch goes through.
+    write_held, backend.go_on = backend.go_on, go_on
+    assert await side.fetch(other, [0]) == 1
+    write_held.set()
+    await side.settled(3)
+    both = page_keys(FORMAT.root(), np.concatenate([other, IDS[SIZE : 2 * SIZE]]), SIZE)
+    assert backend.contains(both) == [True, False]
+    close(side)
+
+
 async def test_a_page_that_is_saved_over_while_it_is_fetched_keeps_what_it_got() -> None:
     backend = HeldBackend()
     side = Side(backend)

@@ -11,10 +11,11 @@ from radixmesh.daemons.runtime.guided.backend import MaskWords
 
 
 class MaskMemory(ABC):
-    """Masks of many outputs that a device reads where they lie. num_words: of a mask.
+    """Masks of many outputs that a device reads. num_words: of a mask.
 
-    A host may read such memory a hundred times slower than its own (where the driver maps it write-combined), and a
-    library that fills a mask clears it bit by bit. So masks are filled elsewhere, and written here whole.
+    A host may read memory that it shares with a device a hundred times slower than its own (where the driver maps it
+    write-combined), and a library that fills a mask clears it bit by bit. So masks are filled elsewhere, and written
+    here whole.
     """
 
     num_words: int
