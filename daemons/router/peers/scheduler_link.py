@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -106,6 +107,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             waiting_tokens=load.waiting_tokens,
             free_tokens=free_pages * page_size,
             cached_tokens=load.cached_pages * page_size,
+            # Of a peer's number any value may come: what is none counts as not known.
+            token_us=load.token_us if 0 < load.token_us < math.inf else 0.0,
         )
 
     @property

@@ -34,6 +34,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         epoch=loop.epoch,
         role=ROLES[loop.role],
         num_slots=planner.group.num_slots * planner.group.dp_size if planner.group is not None else 0,
+        token_us=planner.token_time.us,
     )
     if planner.state is not None:
         state = planner.state
