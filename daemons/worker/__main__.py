@@ -72,6 +72,8 @@ class WorkerDaemon(Daemon):
             blobs=self.core.blobs,
             grammars=model.grammars,
         )
+        if executor.host is not None:
+            executor.host.metrics = self._metrics
         if self._settings.kv_store:
             await asyncio.to_thread(
                 add_store, self._settings, executor, model.identity.model_fingerprint, self._metrics

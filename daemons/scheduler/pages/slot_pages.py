@@ -71,13 +71,13 @@ class SlotPages:
         """The result that match() would have for a sequence's tokens; changes nothing."""
         return self.cache.probe(self.namespace_of(sequence), sequence.token_ids()[: sequence.max_cached_len()])
 
-    def num_found(self, sequence: Sequence) -> int:
-        """Pages of a sequence that some tier has; changes nothing."""
+    def found(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages of a sequence that the device has, and that any tier has; changes nothing."""
         num = self.probe(sequence).num_pages
         if self.host is None:
-            return num
+            return num, num
         ids = sequence.token_ids()[: sequence.max_cached_len()]
-        return max(num, self.host.num_known(self.namespace_of(sequence), ids))
+        return num, max(num, self.host.num_known(self.namespace_of(sequence), ids))
 
     def match(self, sequence: Sequence, probe: Probe | None = None) -> Match:
         """The usable cached prefix of a request's tokens, locked: attach() or unlock it.

@@ -13,6 +13,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove, StepPlan
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
@@ -45,6 +46,8 @@ class HostTier:
         self.pool = pool
         self.records = PageRecordTable(replace(limits, num_pages=pool.num_pages))
         self._page_size = limits.page_size
+        self.metrics: Metrics | None = None
+        """Told of the bytes that are copied."""
         self.store: StoreTier | None = None
         """Keeps pages that are saved; None: nothing lies below the host."""
         self._loading: list[_Load] = []
@@ -73,6 +76,7 @@ class HostTier:
         """Copies pages to the host, records included."""
         _chain(moves, device, self.records, weights_version, to_host=True)
         self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
+        self._count("saved", moves)
         if self.store is not None:
             self.store.saved(moves)
 
@@ -92,6 +96,12 @@ class HostTier:
                 )
             )
         self._last_op = moves[-1].op_id
+        self._count("loaded", moves)
+
+    def _count(self, move: str, moves: Sequence[PageMove]) -> None:
+        if self.metrics is not None:
+            num_pages = sum(len(each.host_pages) for each in moves)
+            self.metrics.host_kv_bytes.labels(move).inc(num_pages * self.pool.page_bytes)
 
     def settle(self, device: PageRecordTable) -> None:
         """Fills the device's records of loads that are over, in the order of their starts."""
