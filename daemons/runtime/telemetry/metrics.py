@@ -313,7 +313,7 @@ class Metrics:
         self.kv_fetches = make.counter(
             "radixmesh_kv_fetches_total",
             by,
-            "Fetches from the workers' store of KV: with pages, empty, and late ones (requests that computed theirs).",
+            "Fetches from the store of KV: fetched (some pages), empty, and late requests.",
             ["outcome"],
         )
         for outcome in ("fetched", "empty", "late"):

@@ -90,8 +90,8 @@ class SlotPages:
         if self._policy is WritePolicy.SELECTIVE and self.host is not None:
             num = self.cache.num_used(match, self.host.settings.min_hits)
             if num:
-                size = self.cache.page_size
-                self.host.keep(self.namespace_of(sequence), ids[: num * size], match.pages[:num])
+                ids, priority = ids[: num * self.cache.page_size], sequence.submission.priority
+                self.host.keep(self.namespace_of(sequence), ids, match.pages[:num], priority)
         return match
 
     def attach(self, slot: int, match: Match) -> None:
@@ -217,7 +217,8 @@ class SlotPages:
             self.pool.cache(taken)
             table.num_owned[slot] -= len(taken)
         if self._policy is WritePolicy.WRITE_THROUGH and self.host is not None:
-            self.host.keep(namespace, ids[: len(match.pages) * cache.page_size], match.pages)
+            ids = ids[: len(match.pages) * cache.page_size]
+            self.host.keep(namespace, ids, match.pages, sequence.submission.priority)
 
     def _unlock(self, slot: int) -> None:
         match = self._table.locks[slot]

@@ -113,7 +113,7 @@ def _costs(num_tokens: int, loads: RankLoads, matched: IntColumn, loaded: IntCol
         queued_tokens=loads.queued_tokens,
         free_tokens=loads.free_tokens,
         num_outputs=loads.num_outputs + loads.num_parked,
-        load_tokens=loads.load_cost * loaded,
+        load_tokens=(loads.load_cost * loaded).astype(np.float64),
     )
 
 
