@@ -259,6 +259,26 @@ async def test_records_that_begin_anew_end_what_is_under_way() -> None:
     close(side)
 
 
+async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "_BATCH_PAGES", 1)
+    backend = HeldBackend()
+    side = Side(backend)
+    backend.go_on.clear()
+    side.save(IDS, [0, 1, 2, 3, 4])
+    await asyncio.to_thread(backend.entered.acquire)
+    closing = threading.Thread(target=side.tier.close)
+    closing.start()
+    while not side.tier._is_closed:
+        await asyncio.sleep(0.002)
+    with pytest.raises(KvStoreError):
+        while True:
+            side.tier.store.remove([])
+            await asyncio.sleep(0.002)
+    backend.go_on.set()
+    await asyncio.to_thread(closing.join)
+    assert side.tier.num_stored == 1 and side.tier.num_dropped == 5
+
+
 @pytest.mark.parametrize(
     ("ids", "pages", "previous", "reason"),
     [

@@ -186,8 +186,9 @@ class StoreTier:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        # First: calls that the thread still has before it then fail at once, however long a server takes for each.
         self.store.close()
+        self._thread.join()
 
     def _check(self, pages: IntArray, ids: IntArray, previous_page: int) -> int:
         """Index of the first page that is wanted. Raises INVALID_ARGUMENT or PAGE_CONFLICT."""
