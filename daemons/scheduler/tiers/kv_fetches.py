@@ -3,7 +3,7 @@
 FETCHING --all workers have answered--> gone: what came is in the host cache, its requests are back in the queue
 
 A fetch takes host pages as a save does, and locks what it continues on the host. Nobody knows what the store has: each
-request asks once, or waits for another one's answer, for all that the host lacks, and computes the rest. One that waits too long is admitted as any other;
+request asks once, for all that the host lacks, and computes the rest. One that waits too long is admitted as any other;
 the pages are the fetch's until the answer. Nothing of a fetch outlives the epoch.
 """
 
