@@ -333,7 +333,7 @@ class StoreTier:
         step = self._batch_pages
         for start in range(0, len(keys), step):
             has = self.store.contains(keys[start : start + step]).result()
-            part = start + np.flatnonzero(~np.array(has))
+            part = as_ints([start + at for at, one in enumerate(has) if not one])
             if len(part) and not self._put(job, part, keys):
                 return
 
