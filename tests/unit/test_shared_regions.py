@@ -9,6 +9,8 @@ import os
 import pytest
 
 from radixmesh.daemons.worker.kv_transfer import shared_memory
+from radixmesh.daemons.worker.kv_transfer.receiver import TransferReceiver
+from radixmesh.daemons.worker.kv_transfer.staging import StagingPool
 from radixmesh.worker.v1 import worker_pb2
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux alone has memfd")
@@ -76,3 +78,20 @@ def test_memory_that_cannot_be_mapped_keeps_no_descriptor(monkeypatch: pytest.Mo
         shared_memory.SharedMemory(SIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0])
+
+
+def test_quarantined_bytes_are_counted_while_regions_come_and_go() -> None:
+    """By the thread of the metrics, beside the loop to which the regions belong."""
+    receiver = TransferReceiver("w", StagingPool(1 << 20), clock=lambda: 0.0)
+    for name in ("a", "b", "c"):
+        receiver.prepare(name, 1, first_token=0, num_tokens=4, token_bytes=8, lease_s=1.0)
+
+    class GoneMeanwhile:
+        @property
+        def is_quarantined(self) -> bool:
+            receiver.abort("b")
+            return True
+
+    receiver.get("a").reception = GoneMeanwhile()  # type: ignore[assignment]
+    assert receiver.num_quarantined_bytes == receiver.get("a").num_bytes
+    assert len(receiver) == 2
