@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 
 import pytest
 
@@ -78,6 +79,19 @@ def test_memory_that_cannot_be_mapped_keeps_no_descriptor(monkeypatch: pytest.Mo
         shared_memory.SharedMemory(SIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0])
+
+
+def test_regions_leave_files_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(20, 64)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    transport = shared_memory.SharedMemoryTransport()
+    assert limits[-1] == (64, 64)
+    held = [transport.new_memory(SIZE) for _ in range(20)]
+    assert [type(memory) is shared_memory.SharedMemory for memory in held] == [True] * 16 + [False] * 4
+    held[3].close()
+    del held[3]
+    assert type(transport.new_memory(SIZE)) is shared_memory.SharedMemory
 
 
 def test_quarantined_bytes_are_counted_while_regions_come_and_go() -> None:
