@@ -7,8 +7,8 @@ import pytest
 from support.small_openai import small_openai
 
 from radixmesh.cli.bench.load_turn import Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions, open_target
 
 
 async def send(target: Target, prompt: Prompt) -> RequestRecord:
