@@ -154,6 +154,6 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
 @pytest.mark.timeout(400)
 async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
     kills = await kill_all("cpu", plan, model="tiny-llama", worker=worker)
     assert len(kills) == len(plan)
