@@ -169,7 +169,7 @@ class StoreTier:
         self._num_fetching += 1
         try:
             await _until(lambda: received_step() >= request.after_step, check_holder, request.after_step)
-            keys = await asyncio.to_thread(self._keys_of, request.cache_namespace, ids)
+            keys = await asyncio.to_thread(self.keys_of, request.cache_namespace, ids)
 
             def grant() -> _Granted:
                 check_holder()
@@ -180,6 +180,10 @@ class StoreTier:
             )
         finally:
             self._num_fetching -= 1
+
+    def keys_of(self, namespace: str, ids: IntArray) -> list[bytes]:
+        """Keys of the whole pages of a text, from its beginning."""
+        return page_keys(self._format.root(namespace), ids, self._format.page_size)
 
     def close(self) -> None:
         """Nothing is stored any more. What waits is lost: it is a cache."""
@@ -205,9 +209,6 @@ class StoreTier:
     @property
     def _batch_pages(self) -> int:
         return max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._pool.page_bytes))
-
-    def _keys_of(self, namespace: str, ids: IntArray) -> list[bytes]:
-        return page_keys(self._format.root(namespace), ids, self._format.page_size)
 
     def _grant(
         self, pages: IntArray, request: worker_pb2.FetchPagesRequest, loading: IntArray, weights_version: int
