@@ -62,7 +62,7 @@ def add_store(settings: WorkerSettings, executor: StepExecutor, page_format: Pag
     host, layout = executor.host, settings.rank_layout
     assert host is not None, "settings see to it"
     backend = open_backend(settings.kv_store, rank=layout.rank)
-    # Where all ranks hold the same and read from one place, one of them writes.
+    # One rank writes, if all of them hold the same and read from one place.
     puts = not (executor.runner.kv_is_whole and backend.is_shared and layout.tp_rank)
     store = KvStore(backend)
     try:

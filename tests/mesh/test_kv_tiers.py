@@ -156,12 +156,12 @@ async def test_workers_that_start_again_find_their_host_memory(
         assert await prefilled_once(scheduler) < num_prompt // 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.full
+@pytest.mark.timeout(600)
 async def test_no_stream_notices_kills_of_workers_whose_host_memory_stays(tmp_path: Path) -> None:
     """The next worker serves pages that the killed one has saved, amid saves and loads."""
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20, "host_kv_segment": str(tmp_path / "kv")}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "host_kv_segment": str(tmp_path / "kv")}
     kills = await kill_all("cpu", plan, worker=worker)
     assert len(kills) == len(plan)
 
@@ -172,6 +172,6 @@ async def test_no_stream_notices_kills_of_workers_whose_host_memory_stays(tmp_pa
 async def test_no_stream_notices_kills_amid_saves_and_loads(model: str) -> None:
     """A new scheduler adopts what host memory holds; with a worker its host memory is gone."""
     plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker", "scheduler", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20}
     kills = await kill_all("cpu", plan, model=model, worker=worker)
     assert len(kills) == len(plan)

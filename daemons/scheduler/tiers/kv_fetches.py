@@ -52,8 +52,6 @@ class KvFetches:
         self._fetches: list[KvFetch] = []
         self._wanted: list[KvFetch] = []
         self._asked: set[Sequence] = set()
-        self._waiting: set[Sequence] = set()
-        """Sequences of fetches."""
         self._begun: list[float] = []
         self._now = 0.0
         self.num_fetched = self.num_tokens = self.num_filled = self.num_empty = self.num_late = 0
@@ -67,7 +65,6 @@ class KvFetches:
         self._fetches.clear()
         self._wanted.clear()
         self._asked.clear()
-        self._waiting.clear()
 
     def num_parked(self) -> Counter[int]:
         """Requests that wait for fetches, by data-parallel rank."""
@@ -83,11 +80,7 @@ class KvFetches:
         than device and host; parks it until then. probe: of the rank's device."""
         group, pages = state.group, state.ranks[rank]
         host = pages.host
-        if host is None or not group.has_kv_store:
-            return False
-        if sequence in self._waiting:
-            return True  # A request that is probed alone is asked for in every plan, parked or not.
-        if sequence in self._asked:
+        if host is None or not group.has_kv_store or sequence in self._asked:
             return False
         size, namespace = group.page_size, pages.namespace_of(sequence)
         ids = sequence.token_ids()[: sequence.max_cached_len()]
@@ -134,8 +127,18 @@ class KvFetches:
         self.num_filled += num_pages > 0
         self.num_empty += not num_pages
         self._begun.append(fetch.begun_s)
+        self._note_missing(fetch, len(fetch.held.pages) + num_pages, state.group.page_size)
         host.end_fetch(fetch.held, fetch.namespace, fetch.ids, fetch.pages, num_pages)
         self._unpark(fetch)
+
+    def _note_missing(self, fetch: KvFetch, num_there: int, page_size: int) -> None:
+        """The store lacks the page behind those: who wants that one too has its answer. Otherwise the requests that
+        share a prefix would ask for it one after the other, while all of them wait."""
+        if num_there * page_size < len(fetch.ids):
+            for sequence in fetch.sequences:
+                ids = sequence.token_ids()[: sequence.max_cached_len()]
+                if _num_common(fetch.ids, ids) // page_size > num_there:
+                    self._asked.add(sequence)
 
     def pass_time(self, now: float) -> None:
         """Ends waits that take too long. Call before each plan."""
@@ -154,13 +157,11 @@ class KvFetches:
 
     def _park(self, fetch: KvFetch, sequence: Sequence) -> None:
         fetch.sequences.append(sequence)
-        self._waiting.add(sequence)
         self._queue.park(sequence)
 
     def _unpark(self, fetch: KvFetch) -> None:
         for sequence in fetch.sequences:
             self._queue.unpark(sequence)
-        self._waiting.difference_update(fetch.sequences)
         fetch.sequences.clear()
 
 

@@ -61,7 +61,7 @@ class CudaHostPool(HostPool):
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         rows = None if segment is None else segment.open(self.num_pages, self.page_bytes)
-        self._memory = LockedMemory(self.num_pages * page_words, rows)
+        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -137,13 +137,14 @@ class CudaHostPool(HostPool):
 
 class LockedMemory:
     """int32 `words` [num] of host memory that the device reads and writes where it lies, until this object is gone.
+    device: threads are on the first one unless told otherwise, and would make a context there.
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
 
     rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed.
     """
 
-    def __init__(self, num: int, rows: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         locked: list[int] = []
 
@@ -151,7 +152,8 @@ class LockedMemory:
             part = self.words[start : start + _LOCKED_WORDS]
             if rows is None:
                 part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
-            torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
+            with torch.cuda.device(device):
+                torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())
 
         try:
