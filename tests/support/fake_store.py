@@ -41,7 +41,7 @@ class FakeStore:
         self.num_filled = 0
 
     def collect(self) -> None:
-        """What the planner wants, behind the plans that it has made."""
+        """Takes the fetches that the planner wants, behind the plans that it has made."""
         state = self._planner.state
         for fetch in self._planner.fetches.take_wanted():
             assert state is not None

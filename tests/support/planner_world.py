@@ -109,6 +109,7 @@ class World:
             decode_reserve_tokens=decode_reserve_tokens,
         )
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
+        self._has_store = num_stored is not None
         self.store = FakeStore(self.planner, lambda: (self.executor,), num_stored or (lambda num: num))
         self.records: dict[tuple[int, int], Record] = {}
         self.plans: deque[StepPlan] = deque()
@@ -153,7 +154,8 @@ class World:
     def plan(self) -> bool:
         plan = self.planner.plan(self.now)
         self.collect()
-        self.store.collect()
+        if self._has_store:
+            self.store.collect()
         if plan is None:
             return False
         self.plans.append(plan)
