@@ -13,10 +13,13 @@ import pytest
 pytest.importorskip("xxhash")
 from mesh.test_kills import kill_all
 from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
+from support.cpu_ranks import ranks_of, recited, scheduler_on
+from support.cpu_ranks import texts as ranks_texts
 from support.kv_stores import redis_server
 from support.running_daemon import running
 from support.serve_client import ServeClient, serve_client
 
+from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.planning.planner import Planner
@@ -46,10 +49,11 @@ class Replica:
             assert output.tokens == expected
         return self.planner.counters.prefilled_tokens - before
 
-    async def stored(self, least: int) -> None:
-        """Waits for pages to be in the store."""
-        async with asyncio.timeout(30):
-            while self.tier.num_stored < least:
+    async def stored(self, texts: list[tuple[list[int], list[int]]]) -> None:
+        """Waits until the store has all whole pages of the prompts that a later request may find."""
+        keys = [key for prompt, _ in texts for key in self.tier.keys_of("", as_ints(prompt[:-1]))]
+        async with asyncio.timeout(60):
+            while not all(await asyncio.wrap_future(self.tier.store.contains(keys))):
                 await asyncio.sleep(0.01)
 
 
@@ -82,9 +86,7 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
     num_pages = sum((len(prompt) - 1) // page_size for prompt, _ in wanted)
     async with replica(model, page_size, store) as first:
         cold = await first.recite(wanted)
-        # Texts may begin alike.
-        await first.stored(num_pages * 2 // 3)
-        await asyncio.sleep(0)
+        await first.stored(wanted)
     async with replica(model, page_size, store) as second:
         warm = await second.recite(wanted)
         assert second.planner.fetches.num_fetched >= num_pages * 2 // 3
@@ -102,7 +104,7 @@ async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) ->
     with redis_server(tmp_path) as url:
         async with replica("tiny-llama", 4, url) as first, replica("tiny-llama", 4, url) as second:
             cold = await first.recite(wanted)
-            await first.stored(num_pages * 2 // 3)
+            await first.stored(wanted)
             warm = await second.recite(wanted)
             assert warm <= len(wanted) * 5 < cold
             hits = second.planner.fetches.num_fetched / num_pages
@@ -110,8 +112,57 @@ async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) ->
             # Both find pages of each other's later texts.
             more = texts("tiny-llama", 8)[5:]
             await second.recite(more)
-            await asyncio.sleep(0.2)
+            await second.stored(more)
             assert await first.recite(more) <= len(more) * 5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "dp_size"),
+    [("tiny-llama", 1, 2), pytest.param("tiny-deepseek", 2, 2, marks=pytest.mark.full)],
+)
+async def test_ranks_find_what_other_ranks_have_computed(
+    tmp_path: Path, model: str, tp_size: int, dp_size: int
+) -> None:
+    """Data-parallel ranks over one Redis server, then another group of them: what any has computed all find."""
+    chosen = ranks_texts(model, 6)
+    num_pages = sum((len(text.prompt) - 1) // 4 for text in chosen)
+    num_prompt = sum(len(text.prompt) for text in chosen)
+    with redis_server(tmp_path) as url:
+        settings = {"num_pages": 200, "page_size": 4, "host_kv_bytes": 8 << 20, "kv_store": url}
+        async with (
+            ranks_of(model, tp_size, dp_size, **settings) as ranks,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            serve_client(daemon.address) as client,
+        ):
+            await recited(client, chosen)
+            tiers = [worker.daemon.core.executor.host.store for _, worker in sorted(ranks.workers.items())]  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                # Texts may begin alike. Latents are the same on all ranks of a group: one of them stores.
+                is_mla = model == "tiny-deepseek"
+                while sum(tier.num_stored for tier in tiers) < num_pages * 2 // 3 * (1 if is_mla else tp_size):  # type: ignore[union-attr]
+                    await asyncio.sleep(0.01)
+            if is_mla:
+                assert [tier.num_stored > 0 for tier in tiers] == [True, False] * dp_size  # type: ignore[union-attr]
+        async with (
+            ranks_of(model, tp_size, dp_size, **settings) as ranks,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            serve_client(daemon.address) as client,
+        ):
+            planner = daemon.daemon.loop.planner
+            # Chunks of 7 tokens: what is computed twice at once counts here too.
+            await recited(client, chosen)
+            assert planner.fetches.num_fetched >= num_pages // 2
+            assert planner.counters.prefilled_tokens < num_prompt
+            state = planner.state
+            assert state is not None and all(host.counters.fetched for host in state.hosts)
+            value = daemon.daemon.loop._metrics.registry.get_sample_value
+            async with asyncio.timeout(20):
+                while value("radixmesh_kv_fetch_tokens_total") != planner.fetches.num_tokens:
+                    await asyncio.sleep(0.05)
+            assert value("radixmesh_kv_fetches_total", {"outcome": "fetched"}) >= 2
+            moved = ranks.workers[0].daemon._metrics.registry.get_sample_value
+            assert moved("radixmesh_host_kv_bytes_total", {"move": "loaded"}) > 0
 
 
 async def test_a_host_pool_that_is_too_small_is_served_from_the_store(tmp_path: Path) -> None:
@@ -131,7 +182,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
     store = f"disk://{tmp_path}?budget=256MiB"
     async with replica("tiny-llama", 4, store) as first:
         await first.recite(wanted)
-        await first.stored(80)
+        await first.stored(wanted)
     (segment,) = (tmp_path / "rank-0").glob("*.seg")
     data = bytearray(segment.read_bytes())
     # Payloads of every page, but no head.
@@ -144,7 +195,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
     with redis_server(tmp_path) as url:
         async with replica("tiny-llama", 4, url) as third:
             await third.recite(wanted[:2])
-            await third.stored(40)
+            await third.stored(wanted[:2])
             third.tier.store._backend._client.shutdown(nosave=True)  # type: ignore[attr-defined]
             await third.recite(wanted)
             await third.recite(wanted)
@@ -154,6 +205,6 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
 @pytest.mark.timeout(400)
 async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
     kills = await kill_all("cpu", plan, model="tiny-llama", worker=worker)
     assert len(kills) == len(plan)

@@ -22,6 +22,9 @@ from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, scatter
+from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
@@ -54,6 +57,18 @@ def test_a_save_reads_before_its_pages_are_granted_anew():
         admits=[admit(2, [*PROMPT, 40], **parts)], grants=[grant(2, [23])], chunks=[chunk(2, 1)], decodes=[]
     )
     assert got.ids.tolist() == simulated_continuation([*PROMPT, 40], 1, alphabet=steps.executor.runner.alphabet)
+
+
+def test_a_save_reads_before_a_transfer_writes_to_its_pages():
+    steps = saved_world()
+    executor, ids = steps.executor, as_ints([50] * 12)
+    sent, stamp = executor.runner.read_kv(np.arange(12, dtype=np.int32)) + np.uint8(1), b"s" * STAMP_BYTES
+    region = np.concatenate([np.frombuffer(stamp, np.uint8), sent, np.frombuffer(stamp, np.uint8)])
+    target = Target(pages=as_ints([0, 1, 2]), generations=as_ints([2, 2, 2]), previous_page=-1, ids=ids, namespace="")
+    assert scatter(executor, target, region, stamp) is Failure.NONE
+    steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
+    assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == (sent - np.uint8(1)).tolist()
+    assert executor.runner.read_kv(np.arange(12, dtype=np.int32)).tolist() == sent.tolist()
 
 
 def test_a_load_is_told_once_and_only_when_it_has_completed():
@@ -319,6 +334,37 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
     assert host.counters.evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
     assert not host.find_violation()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_the_host_has_an_eviction_of_its_own(policy):
+    """Room for four prompts: the first one stays, by its priority, though it was used longest ago."""
+    tiers = tier(policy, min_hits=1, eviction="priority")
+    world = World(num_pages=128, num_slots=4, num_host_pages=4 * 60, tiers=tiers, eos_rate=0.0)
+    first, *others = prompts(9)
+    world.submit(first, priority=3)
+    world.run()
+    rounds(world, others, 1)
+    host = world.planner.state.pages.host
+    assert host.counters.evicted > 0
+    names = Namespace("", 1)
+    assert host.num_known(names, as_ints(first)) >= 59 and host.num_known(names, as_ints(others[0])) < 60
+
+
+def test_the_cost_of_a_load_is_what_was_measured():
+    world = small_world(load_token_us=40.0)
+    assert world.planner.loads.cost == 0.25, "nothing was measured"
+    for _ in range(2):
+        for text in prompts(6):
+            world.submit(text)
+            while world.planner.num_live:
+                world.now = world.executor.runner.now_ns() * 1e-9
+                world.plan()
+                assert world.execute()
+                world.process()
+    compute_us = world.planner.estimate.expect_us(1024) / 1024
+    assert world.planner.loads.num_loads >= 6
+    assert world.planner.loads.cost == pytest.approx(40.0 / compute_us, rel=0.3) and compute_us > 40.0
 
 
 def test_the_time_of_loads_is_counted():

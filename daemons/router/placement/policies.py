@@ -20,7 +20,7 @@ class Candidates:
     """Replicas that can take an output, in any order; every column has as many entries.
 
     rows: their numbers in `names`, the addresses of all replicas. matched_tokens: of the prompt, that the replica has
-    cached as far as the router knows. slowness: None where all are about as fast. Others: see Replicas.
+    cached as far as the router knows. load_tokens, slowness: see placement_costs(). Others: see Replicas.
     """
 
     names: Sequence[str]
@@ -30,6 +30,7 @@ class Candidates:
     queued_tokens: IntColumn
     free_tokens: IntColumn
     cached_tokens: IntColumn
+    load_tokens: FloatColumn | None = None
     slowness: FloatColumn | None = None
 
     @property
@@ -166,6 +167,7 @@ class CacheAware(PlacementPolicy):
             queued_tokens=candidates.queued_tokens,
             free_tokens=candidates.free_tokens,
             num_outputs=candidates.num_outputs,
+            load_tokens=candidates.load_tokens,
             slowness=candidates.slowness,
         )
         return int(costs.argmin())

@@ -19,6 +19,7 @@ _EVEN_SPEEDS, _SLOWEST = 1.25, 32.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV.
+    host_load_cost: time of a token that is loaded from host memory, as a share of a computed one's.
     token_us: by which a token more makes a step longer; 0 = not known."""
 
     submit_sequence: int
@@ -27,6 +28,7 @@ class ReplicaLoad:
     waiting_tokens: int
     free_tokens: int
     cached_tokens: int
+    host_load_cost: float = 0.0
     token_us: float = 0.0
 
 
@@ -71,6 +73,7 @@ class Replicas:
         """Tokens still to be prefilled there."""
         self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         self.cached_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+        self.host_load_costs: FloatColumn = np.zeros(0)
         self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """With so many outputs the replica is full; NO_BOUND = never."""
         self._token_us: FloatColumn = np.zeros(0)
@@ -86,6 +89,7 @@ class Replicas:
             self.addresses[row], self._replicas[row] = address, _Replica()
             for column in self._columns():
                 column[row] = 0
+            self.host_load_costs[row] = 0.0
             self.max_outputs[row] = NO_BOUND
             return row
         self.addresses.append(address)
@@ -115,6 +119,7 @@ class Replicas:
         replica.others.tokens = max(0, load.waiting_tokens - own_tokens)
         self.free_tokens[row] = load.free_tokens
         self.cached_tokens[row] = load.cached_tokens
+        self.host_load_costs[row] = load.host_load_cost
         self._token_us[row] = load.token_us
         self._update(row)
 
@@ -179,3 +184,4 @@ class Replicas:
             self.cached_tokens,
             self.max_outputs,
         ) = (np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns())
+        self.host_load_costs = np.concatenate([self.host_load_costs, np.zeros(size - len(self.host_load_costs))])
