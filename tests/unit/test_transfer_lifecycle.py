@@ -139,6 +139,16 @@ def test_a_writer_that_comes_back_late_finds_its_region_given_up_and_held() -> N
     assert written.is_memory_free and written.failure is Failure.LEASE_EXPIRED
 
 
+@pytest.mark.parametrize("failure", [Failure.NONE, Failure.STAMP])
+def test_a_region_is_free_again_once_it_was_scattered(failure: Failure) -> None:
+    reception = Reception(10.0, writes_are_seen=True)
+    assert reception.begin_write("a")
+    reception.last_word("a", is_done=True)
+    assert reception.begin_scatter() and not reception.is_memory_free
+    reception.scattered(failure)
+    assert reception.is_over and reception.is_memory_free and not reception.is_quarantined
+
+
 def test_the_first_failure_is_the_one_that_is_told() -> None:
     reception = Reception(10.0, writes_are_seen=True)
     reception.begin_write("a")
