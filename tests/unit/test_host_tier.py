@@ -270,7 +270,9 @@ def test_a_copy_that_fails_is_told_and_fills_no_record(monkeypatch):
     tier_of_worker = steps.executor.host
     monkeypatch.setattr(tier_of_worker.pool, "load", lambda *args, **more: _BrokenEvent())
     with pytest.raises(MeshError, match="the copy failed"):
-        steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
+        steps.run(loads=[move([20, 21, 22], [5, 6, 7], op_id=1)], has_forward=True, decodes=[],
+                  admits=[admit(1, [50] * 9)], grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
+        steps.run(chunks=[chunk(1, 1)])
     assert not steps.executor.records.filled[[20, 21, 22]].any()
 
 

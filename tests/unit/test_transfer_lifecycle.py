@@ -128,7 +128,8 @@ TestTransfers = TransferMachine.TestCase
 
 def test_a_writer_that_comes_back_late_finds_its_region_given_up_and_held() -> None:
     seen = Reception(10.0, writes_are_seen=True)
-    assert seen.expire(10.0) and seen.is_memory_free, "nobody has begun, and nobody can"
+    assert not seen.expire(9.9) and seen.expire(10.0) and not seen.expire(11.0)
+    assert seen.is_memory_free, "nobody has begun, and nobody can"
     assert not seen.begin_write("a")
     remote = Reception(10.0, writes_are_seen=False)
     assert remote.expire(11.0) and remote.is_quarantined
