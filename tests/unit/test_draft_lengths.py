@@ -83,7 +83,7 @@ def test_steps_with_chunks_lose_no_trial() -> None:
 
 
 def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
-    """Where they pay for all, its first step drafts; where they are never right, it does not."""
+    """Its first step drafts where drafts pay for all others, and does not where they are never right."""
     for acceptance, is_drafted in ((0.9, True), (0.0, False)):
         lengths = DraftLengths(64, K)
         _run(lengths, 8, 1.4, acceptance, 600)

@@ -260,7 +260,7 @@ async def test_records_that_begin_anew_end_what_is_under_way() -> None:
 
 
 async def test_a_store_that_hangs_ends_no_fetch_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came is there, and what comes afterwards changes nothing."""
+    """Pages that came are there, and those that come afterwards change nothing."""
     monkeypatch.setattr(store_tier, "_BATCH_PAGES", 2)
     backend = HeldBackend()
     side = Side(backend)
