@@ -118,7 +118,7 @@ class ResponsesRequest(Body):
             yield self.chat.to_generate()
 
     def _told(self) -> str:
-        """What a response says again of its request, as it was sent."""
+        """JSON of the fields that a response repeats, as they were sent."""
         sent = {name: getattr(self, name) for name in _REPEATED if getattr(self, name) is not None}
         if sum(map(len, sent.values())) > _MAX_REPEATED_BYTES:
             return "{}"
