@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -31,7 +32,7 @@ from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
-from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
@@ -49,6 +50,8 @@ _FIRST_KEYS = 16
 # Pages that wait to be stored: ids, no KV. More are not stored, nor what continues them.
 _MAX_WAITING = 1 << 20
 _AFTER_STEP_S = 10.0
+# A store that takes longer for a fetch has brought what came by then: the requests have gone on without it.
+_STORE_S = 5.0
 _POLL_S = 0.002
 
 
@@ -80,7 +83,8 @@ class RunJob(Protocol):
 class StoreTier:
     """Of one executor. saved(), reset() and the jobs of fetch() run on the step thread, fetch() on the event loop.
 
-    records: of host pages. page_format: of their KV. num_stored, num_fetched: pages.
+    records: of host pages. page_format: of their KV. puts: False: another rank stores the same pages. num_stored,
+    num_fetched: pages.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class StoreTier:
         store: KvStore,
         page_format: PageFormat,
         pool: HostPool,
-        records: PageRecordTable,
+        records: HostRecords,
         metrics: Metrics | None = None,
+        *,
+        puts: bool = True,
     ) -> None:
         memory = pool.memory
         if memory is None:
@@ -99,6 +105,7 @@ class StoreTier:
         self._format, self._pool, self._memory, self._records = page_format, pool, memory, records
         self._keys: dict[int, tuple[int, bytes]] = {}
         """Host page to (generation, key)."""
+        self._puts = puts
         self._era = 0
         self._changed = threading.Condition()
         self._waiting: deque[_Saved] = deque()
@@ -113,6 +120,8 @@ class StoreTier:
 
     def saved(self, moves: Sequence[PageMove]) -> None:
         """Saves were launched, and the records of their pages are filled."""
+        if not self._puts:
+            return
         records, event = self._records, self._pool.saved()
         names = records.namespaces
         for move in moves:
@@ -233,29 +242,30 @@ class StoreTier:
         run: RunJob,
     ) -> int:
         num_filled, step = 0, self._batch_pages
+        ends = asyncio.get_running_loop().time() + _STORE_S
         try:
-            num = await self._num_there(keys)
+            num = await self._num_there(keys, ends)
             while num_filled < num:
                 part = slice(num_filled, min(num, num_filled + step))
                 data = np.empty((part.stop - part.start, self._pool.page_bytes), np.uint8)
                 wanted = [Page(key, of, row.data) for key, of, row in zip(keys[part], ids[part], data, strict=True)]
-                got = await asyncio.wrap_future(self.store.get(wanted))
+                got = await _until_time(self.store.get(wanted), ends)
                 hits = next((at for at, one in enumerate(got) if one is not Got.HIT), len(got))
                 written = await run(partial(self._write, granted, part, data[:hits], keys, ids))
                 num_filled += written
                 if written < part.stop - part.start:
                     break
-        except KvStoreError as error:
-            _log.info("kv_not_fetched", error=str(error))
+        except (KvStoreError, TimeoutError) as error:
+            _log.info("kv_not_fetched", error=str(error) or f"the store took longer than {_STORE_S:g} s")
         self.num_fetched += num_filled
         self._export()
         return num_filled
 
-    async def _num_there(self, keys: Sequence[bytes]) -> int:
-        """Pages, from the first on, that the store has, as far as it can say."""
+    async def _num_there(self, keys: Sequence[bytes], ends: float) -> int:
+        """Pages, from the first on, that the store has, as far as it can say. Raises TimeoutError."""
         num, part = 0, min(_FIRST_KEYS, self._batch_pages)
         while num < len(keys):
-            has = await asyncio.wrap_future(self.store.contains(keys[num : num + part]))
+            has = await _until_time(self.store.contains(keys[num : num + part]), ends)
             if False in has:
                 return num + has.index(False)
             num, part = num + len(has), min(2 * part, self._batch_pages)
@@ -272,6 +282,7 @@ class StoreTier:
         self._pool.write(pages, data)
         records.ids[pages] = ids[part][:num]
         records.filled[pages] = self._format.page_size
+        records.commit(pages, generations)
         for page, generation, key in zip(pages.tolist(), generations.tolist(), keys[part], strict=False):
             self._keys[page] = (generation, key)
         return num
@@ -317,14 +328,37 @@ class StoreTier:
                 counter.labels(label).inc(max(0, total - self._exported.get((kind, label), 0)))
             self._exported = totals
 
+    def _key_of(self, page: int, generation: int, namespace: str) -> bytes | None:
+        """Key of a host page, or below -1 of the root; None: it, or a page before it, is another by now.
+
+        Pages that a former life of the worker has saved have no key yet, nor those whose own save was dropped.
+        """
+        records, size, era = self._records, self._format.page_size, self._era
+        path: list[tuple[int, int, IntArray]] = []
+        while page >= 0 and ((known := self._keys.get(page)) is None or known[0] != generation):
+            ids, filled = records.ids[page].copy(), int(records.filled[page])
+            above = int(records.previous_pages[page]), int(records.previous_generations[page])
+            # Behind the reads: a grant raises it before it changes anything else.
+            if filled != size or records.generations[page] != generation or len(path) > len(records.filled):
+                return None
+            path.append((page, generation, ids))
+            page, generation = above
+        key = self._format.root(namespace) if page < 0 else self._keys[page][1]
+        with self._changed:
+            if era != self._era:
+                return None
+            for number, of, ids in reversed(path):
+                key = page_keys(key, ids, size)[0]
+                self._keys[number] = (of, key)
+        return key
+
     def _store(self, job: _Saved) -> None:
-        page, generation = job.previous
-        parent = self._keys.get(page) if page >= 0 else (generation, self._format.root(job.namespace))
-        if parent is None or parent[0] != generation:
-            self.num_dropped += len(job.pages)  # The page before was dropped, or is another by now.
+        parent = self._key_of(*job.previous, job.namespace)
+        if parent is None:
+            self.num_dropped += len(job.pages)  # The page before is another by now.
             return
         size = self._format.page_size
-        keys = page_keys(parent[1], job.ids.reshape(-1), size)
+        keys = page_keys(parent, job.ids.reshape(-1), size)
         with self._changed:
             if job.era != self._era:
                 return
@@ -349,6 +383,12 @@ class StoreTier:
         self.num_stored += self.store.put(pages).result()
         self.num_dropped += int(np.count_nonzero(~is_same))
         return True
+
+
+async def _until_time(future: Future[T], ends: float) -> T:
+    """The result of a call that may go on when nobody waits for it any more. ends: by the loop's clock."""
+    async with asyncio.timeout_at(ends):
+        return await asyncio.wrap_future(future)
 
 
 async def _until(is_true: Callable[[], bool], check: Callable[[], None], step: int) -> None:
