@@ -156,7 +156,8 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
             speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
         )
     drafter = ByGrammar(guided, num_forced, free, most)
-    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+    lengths = _draft_lengths(settings, speculation.num_steps)
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=lengths)
 
 
 def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
