@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     num_tokens: int
 
 
-SHAPES = (Shape(1, 4, 5), Shape(1, 7, 8), Shape(2, 4, 8), Shape(4, 4, 8), Shape(4, 4, 16))
+SHAPES = (Shape(1, 4, 5), Shape(1, 7, 8), Shape(4, 4, 8))
 
 
 def prompts_of(model: str, text: str, number: int) -> list[list[int]]:

@@ -27,13 +27,9 @@ from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.model import ModelBatch
 from radixmesh.daemons.worker.runner import SampleInput, Segment
 from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
-from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
 from radixmesh.daemons.worker.tiles import RowTiles
-
-MOST_BEHIND = 128
-"""Tokens of a row that one step computes at most beside the last one: what bounds a step in which drafts pay again."""
-
 
 _SCRATCH_TOKENS = 2048
 

@@ -134,9 +134,10 @@ class CpuRunner(ModelRunner):
     def _observe(self, lengths: DraftLengths, segments: Sequence[Segment], output: StepOutput) -> None:
         decodes = [pair for pair in zip(segments, output.segments, strict=True) if pair[0].max_tokens is not None]
         if decodes:
-            counts = np.array([len(got.tokens) for _, got in decodes], np.int32)
+            counts, drafted = np.array([(len(got.tokens), got.num_drafts) for _, got in decodes], np.int32).T
             duration_ns = output.end_ns - output.start_ns if len(decodes) == len(segments) else None
-            lengths.observe(_slots([segment for segment, _ in decodes]), counts, self._most_drafts, duration_ns)
+            slots = _slots([segment for segment, _ in decodes])
+            lengths.observe(slots, counts, self._most_drafts, duration_ns, drafted)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.worker.runner import SampleInput, Segment
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 
+MOST_BEHIND = 128
+"""Of the tokens of a row that a network lacks, those that one step computes at most, beside the last one: what bounds a
+step in which drafts pay again."""
 _Proposal = TypeVar("_Proposal", IntArray, DraftTree)
 
 
@@ -73,7 +77,7 @@ class Drafter(ABC):
         valid until it returns. Default: nothing is kept."""
         return
 
-    def moved(self, sources: IntArray, targets: IntArray) -> None:
+    def moved(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """KV of drafts that were accepted, of these tokens of the pool, is on others now, where their positions lie.
         Default: nothing is kept."""
         return
@@ -121,7 +125,7 @@ class ByGrammar(Drafter):
     def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
         self._free.computed(segments, hidden)
 
-    def moved(self, sources: IntArray, targets: IntArray) -> None:
+    def moved(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         self._free.moved(sources, targets)
 
     def copied(self, source: int, target: int, num_tokens: int) -> None:
