@@ -76,7 +76,7 @@ class _Network:
                 is_right = self._random.random((num_rows, K)) < acceptance
                 counts += (np.cumprod(is_right, axis=1).sum(axis=1) * (drafted > 0)).astype(np.int32)
                 scale = self._cost + self._per_token * float(computed.mean())
-            # What a row that drafts yields is computed with its next drafts.
+            # Tokens that a row with drafts yields are computed with its next drafts.
             self._behind = np.where(drafted > 0, 0, self._behind + counts)
             duration = int(PLAIN_NS * scale * self._random.uniform(0.98, 1.02))
             self._flying.append((counts, drafted, most, duration))
