@@ -23,11 +23,9 @@ from radixmesh.daemons.runtime.model_folder.fingerprint import (
     tokenizer_fingerprint,
 )
 from radixmesh.daemons.runtime.model_folder.generation_config import read_sampling_defaults
-from radixmesh.daemons.runtime.model_folder.weights_digest import weights_digest
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
-from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
     from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
-    from radixmesh.daemons.worker.plans.executor import StepExecutor
 
 # Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
@@ -247,38 +244,6 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
     return _loaded(settings, folder, runner, fingerprint, grammars)
-
-
-def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str, metrics: Metrics) -> None:
-    """Has the executor's host tier keep pages in the store that the settings name.
-
-    fingerprint: of the model, with its types. Reads all weights. Raises KvStoreError, BAD_CHECKPOINT or UNSUPPORTED.
-    """
-    from radixmesh.daemons.worker.kv_store.keys import PageFormat
-    from radixmesh.daemons.worker.kv_store.opening import open_backend
-    from radixmesh.daemons.worker.kv_store.store import KvStore
-    from radixmesh.daemons.worker.plans.store_tier import StoreTier
-
-    host, runner, layout = executor.host, executor.runner, settings.rank_layout
-    assert host is not None, "settings see to it"
-    if settings.model is None or settings.backend is Backend.SIMULATED or settings.load_format == "dummy":
-        message = "--kv-store needs weights that can be told from others: a model folder, and no --load-format dummy"
-        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_store"})
-    page_format = PageFormat(
-        weights_digest=weights_digest(settings.model),
-        compute=f"{settings.backend.value}/{fingerprint}",
-        kv_dtype=runner.kv_dtype,
-        kv_layout=runner.kv_layout,
-        page_size=runner.page_size,
-        shard=layout.tp_rank,
-        num_shards=layout.tp_size,
-    )
-    store = KvStore(open_backend(settings.kv_store, rank=layout.rank))
-    try:
-        host.store = StoreTier(store, page_format, host.pool, host.records, metrics)
-    except MeshError:
-        store.close()
-        raise
 
 
 def _fingerprint(settings: WorkerSettings, folder: Path) -> str:

@@ -70,6 +70,8 @@ class WorkerSettings(CommonSettings):
         "shared_memory (between workers of one host, over gRPC to others) or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
+    host_kv_segment: Path | None = setting(None, "file for that memory, in /dev/shm for instance, which a worker that "
+        "starts again finds as it was; the rank is added to its name; none: it goes with the worker")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
@@ -156,6 +158,8 @@ class WorkerSettings(CommonSettings):
         if self.host_kv_bytes and self.transfer_staging_bytes:
             raise ValueError(f"{_flag('host_kv_bytes')} and {_flag('transfer_staging_bytes')} do not go together yet: "
                 "KV that comes from other workers is written beside the plans that order saves")  # fmt: skip
+        if self.host_kv_segment is not None and not self.host_kv_bytes:
+            raise ValueError(f"{_flag('host_kv_segment')} is a file for host memory: set {_flag('host_kv_bytes')}")
         if self.kv_store and not self.host_kv_bytes:
             raise ValueError(f"{_flag('kv_store')} keeps what host memory has: set {_flag('host_kv_bytes')}")
         if self.grammar_backend not in BACKENDS:

@@ -46,6 +46,7 @@ class KvPool(KvPlanes):
     ) -> None:
         assert scales is None or len(scales) == layout.num_layers, (len(scales), layout.num_layers)
         self._scales = scales
+        self.is_whole = layout.is_whole
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype_name = str(dtype).removeprefix("torch.")

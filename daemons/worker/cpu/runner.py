@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.cpu.two_batches import TwoBatches, halves
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatch
@@ -62,7 +63,8 @@ class CpuRunner(ModelRunner):
         self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
         if group is not None and group.size > 1:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
-            self.kv_layout += f";tp={group.rank}/{group.size}"
+            self.kv_is_whole = pool.is_whole
+            self.kv_layout += f";tp={'*' if self.kv_is_whole else group.rank}/{group.size}"
             self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
@@ -222,8 +224,8 @@ class CpuRunner(ModelRunner):
         if self._drafter is not None:
             self._drafter.received(indexes)
 
-    def add_host_pool(self, num_bytes: int) -> None:
-        self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded)
+    def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
+        self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded, segment)
 
     def _loaded(self, pages: IntArray) -> None:
         """KV came into these pages that a drafter has not seen."""
