@@ -97,7 +97,7 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
     )
     if planner.state is not None:
         counts = planner.state.page_counts()
-        response.depth = loop.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
+        response.depth = loop.sender.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
         response.owned_pages, response.leased_pages = counts[PageState.OWNED], counts[PageState.LEASED]
         response.adopted_tokens = planner.state.num_adopted_tokens
         response.evicted_pages = planner.state.num_evicted
