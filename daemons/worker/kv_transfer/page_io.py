@@ -61,6 +61,8 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
     is_known = -1 <= target.previous_page < executor.limits.num_pages
     if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
         return Failure.PAGES
+    if executor.host is not None:
+        executor.host.pool.overwritten(pages)
     records.grant(
         pages,
         np.array([len(pages)]),

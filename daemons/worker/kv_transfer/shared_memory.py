@@ -15,7 +15,10 @@ import asyncio
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator
+import resource
+import sys
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -24,6 +27,7 @@ import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory
 from radixmesh.worker.v1 import worker_pb2
@@ -32,6 +36,8 @@ _NAME = "radixmesh-kv"
 _CONTROL_BYTES = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COPY_BYTES = 16 << 20
+# Its own, and that of its mapping. Half of all files are left to connections, and to what else is open.
+_FILES_A_REGION = 2
 
 
 @cache
@@ -47,10 +53,14 @@ class SharedMemory(RegionMemory):
     def __init__(self, num_bytes: int) -> None:
         self._fd: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         size = num_bytes + _CONTROL_BYTES
-        os.ftruncate(self._fd, size)
-        # Nobody can shrink it below what others have mapped.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+        try:
+            os.ftruncate(self._fd, size)
+            # Nobody can shrink it below what others have mapped.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+        except BaseException:
+            self.close()
+            raise
         self.array = self._bytes[:num_bytes]
 
     @property
@@ -82,10 +92,21 @@ class SharedMemory(RegionMemory):
 
 
 class SharedMemoryTransport(GrpcTransport):
-    """Between workers of one host; over gRPC to any other."""
+    """Between workers of one host; over gRPC to any other, and where the process would run out of files."""
+
+    def __init__(
+        self, tls: TlsFiles | None = None, *, before_last_word: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        super().__init__(tls, before_last_word=before_last_word)
+        self._held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+        self._most = _raised_file_limit() // 2 // _FILES_A_REGION
 
     def new_memory(self, num_bytes: int) -> RegionMemory:
-        return SharedMemory(num_bytes)
+        if len(self._held) >= self._most:
+            return RegionMemory(num_bytes)
+        memory = SharedMemory(num_bytes)
+        self._held.add(memory)
+        return memory
 
     @asynccontextmanager
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
@@ -129,6 +150,14 @@ class _SharedWriter(KvWriter):
         await self._words.done(checksum)
 
 
+def _raised_file_limit() -> int:
+    """Files that this process may have open, from now on as many as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
 async def _to_the_end(target: ByteArray, source: ByteArray) -> None:
     """Copies on another thread. Cancelled, it waits for that all the same: the memory would be another's."""
     copying = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
@@ -151,9 +180,11 @@ def _opened(region: worker_pb2.TransferRegion) -> int | None:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             return None
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        status = os.fstat(fd)
+        status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        # One that somebody else could shrink would end this process by a signal as it writes.
+        is_region = status.st_ino == memory.inode and seals & _SEALS == _SEALS
         # The receiver's alone asks for the lock without others, and gives it back at once.
-        if status.st_ino == memory.inode and status.st_size == region.num_bytes + _CONTROL_BYTES:
+        if is_region and status.st_size == region.num_bytes + _CONTROL_BYTES:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return fd
     if fd >= 0:
