@@ -43,7 +43,7 @@ RECOVERY_S = 240.0
 
 
 async def run_cell(mesh_name: str, service: str, number: signal.Signals, times: int) -> dict[str, object]:
-    """What clients saw of `times` faults, one after the other."""
+    """Faults one after the other, as clients saw them."""
     compose, model = MESHES[mesh_name]
     fault_injection._RECOVERY_S = RECOVERY_S
     pick = random.Random(f"{SEED} {mesh_name} {service} {number.name}")
@@ -52,8 +52,14 @@ async def run_cell(mesh_name: str, service: str, number: signal.Signals, times: 
         jobs = sorted(recitations(model, with_sampled=False), key=lambda job: len(job.answers[0].ids))
         async with StreamLoad(mesh.client, jobs[-2 * NUM_STREAMS :], num_streams=NUM_STREAMS) as load:
             await load.all_progressed(0.0)
-            while len(kills) < times:
-                kills += [await kill_once(mesh, load, SERVICES[service], number, pick)]
+            try:
+                while len(kills) < times:
+                    kills += [await kill_once(mesh, load, SERVICES[service], number, pick)]
+            except TimeoutError:
+                for name in ("scheduler", "worker", "worker-rank-1", "router"):
+                    print(name, *mesh.cluster.recent_lines(name)[-25:], sep="\n", file=sys.stderr, flush=True)
+                print(mesh.cluster.processes, load.failures, kills, file=sys.stderr, flush=True)
+                raise
         state = await mesh.scheduler_state()
         wrong = [failure for failure in load.failures if ": got " in failure or " outputs, not " in failure]
         return {

@@ -108,7 +108,7 @@ def _layer(experts: DispatchedExperts, x_TD: torch.Tensor, routes: Routes) -> Ca
 
 
 def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: int) -> Callable[[], torch.Tensor]:
-    """What the transport itself takes for these rows."""
+    """The calls of the transport itself for these rows."""
     if isinstance(dispatch, BufferDispatch):
         buffer, slots_TA = dispatch._buffer, routes.expert_ids_TA.long()
         assert buffer is not None

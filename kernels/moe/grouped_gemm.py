@@ -283,7 +283,7 @@ def routed_experts_reference(
         result_TD = gated_TF @ w_down_DF.float().t()
         if variant.b_down_ED is not None:
             result_TD += variant.b_down_ED[expert].float()
-        # What an expert makes of rows that do not pick it counts for nothing, whatever it is.
+        # Rows that do not pick an expert take nothing from it, whatever it makes of them.
         total_TD += torch.where(is_picked_T1 != 0, is_picked_T1 * result_TD, 0.0)
     return total_TD.to(x_TD.dtype)
 

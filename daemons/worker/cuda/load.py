@@ -367,7 +367,7 @@ def _invalid(field: str, what: str) -> MeshError:
 
 
 def create_shared_out(settings: DeviceSettings, placed: ExpertDispatch | None, device: Device) -> SharedOut | None:
-    """What carries rows to the ranks that share the experts. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+    """The way to the ranks that share the experts, if any do. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
     if placed is None or placed.size == 1:
         return None
     assert isinstance(placed, AllToAllDispatch), "ranks share experts by a group of theirs"

@@ -124,7 +124,7 @@ class DispatchedExperts(Experts):
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         if self._slot_of_E is not None:
-            # Where kernels are compiled and not run, ids are anything.
+            # Ids are anything while kernels are compiled and not run.
             ids_P = routes.expert_ids_TA.flatten().clamp(0, len(self._slot_of_E) - 1)
             ids_TA = self._slot_of_E.index_select(0, ids_P).view_as(routes.expert_ids_TA)
             routes = Routes(ids_TA, routes.weights_TA)

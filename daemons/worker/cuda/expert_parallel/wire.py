@@ -39,13 +39,13 @@ class Wire(ABC):
         come from it."""
 
     def _alone(self, x: torch.Tensor) -> torch.Tensor:
-        """What gather() gives to a rank that is alone."""
+        """The result of gather() for a rank that is alone."""
         stacked = x.new_zeros(self.ranks.size, *x.shape)
         stacked[self.ranks.rank] = x
         return stacked
 
     def _own_alone(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
-        """What all_to_all() gives to a rank that is alone: others send zeros."""
+        """The result of all_to_all() for a rank that is alone: others send zeros."""
         came = x.new_zeros(sum(from_ranks), *x.shape[1:])
         rank = self.ranks.rank
         start, first = sum(to_ranks[:rank]), sum(from_ranks[:rank])
