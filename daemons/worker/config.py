@@ -56,9 +56,11 @@ class WorkerSettings(CommonSettings):
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
         "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
-        "--speculative-num-draft-tokens")  # fmt: skip
+        "--speculative-num-draft-tokens; of a tree: levels")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
-        "one included; none: one more than --speculative-num-steps")  # fmt: skip
+        "one included; none: one more than --speculative-num-steps; of a tree topk more")  # fmt: skip
+    speculative_eagle_topk: int = setting(1, "most drafts of a network that follow the same token, so that the drafts "
+        "of a row are a tree (CPU); 1: a chain")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
@@ -69,6 +71,8 @@ class WorkerSettings(CommonSettings):
         "shared_memory (between workers of one host, over gRPC to others) or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
+    host_kv_segment: Path | None = setting(None, "file for that memory, in /dev/shm for instance, which a worker that "
+        "starts again finds as it was; the rank is added to its name; none: it goes with the worker")  # fmt: skip
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
@@ -157,6 +161,8 @@ class WorkerSettings(CommonSettings):
         if self.host_kv_bytes and self.transfer_staging_bytes:
             raise ValueError(f"{_flag('host_kv_bytes')} and {_flag('transfer_staging_bytes')} do not go together yet: "
                 "KV that comes from other workers is written beside the plans that order saves")  # fmt: skip
+        if self.host_kv_segment is not None and not self.host_kv_bytes:
+            raise ValueError(f"{_flag('host_kv_segment')} is a file for host memory: set {_flag('host_kv_bytes')}")
         if self.kv_store and not self.host_kv_bytes:
             raise ValueError(f"{_flag('kv_store')} keeps what host memory has: set {_flag('host_kv_bytes')}")
         if self.grammar_backend not in BACKENDS:
@@ -220,7 +226,8 @@ class WorkerSettings(CommonSettings):
     def speculation(self) -> Speculation | None:
         """None: off."""
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return read_speculation(self.speculative_algorithm, steps, tokens, self.speculative_draft_model_path)
+        folder, topk = self.speculative_draft_model_path, self.speculative_eagle_topk
+        return read_speculation(self.speculative_algorithm, steps, tokens, folder, topk)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -256,6 +263,9 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.backend is Backend.CUDA and settings.speculative_eagle_topk > 1:
+        raise ValueError(f"{_flag('speculative_eagle_topk')} above 1 is for --backend cpu: the steps of a GPU verify "
+            "chains; leave it out, and set the length of these with --speculative-num-steps")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

@@ -336,6 +336,37 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     assert not host.find_violation()
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_the_host_has_an_eviction_of_its_own(policy):
+    """Room for four prompts: the first one stays, by its priority, though it was used longest ago."""
+    tiers = tier(policy, min_hits=1, eviction="priority")
+    world = World(num_pages=128, num_slots=4, num_host_pages=4 * 60, tiers=tiers, eos_rate=0.0)
+    first, *others = prompts(9)
+    world.submit(first, priority=3)
+    world.run()
+    rounds(world, others, 1)
+    host = world.planner.state.pages.host
+    assert host.counters.evicted > 0
+    names = Namespace("", 1)
+    assert host.num_known(names, as_ints(first)) >= 59 and host.num_known(names, as_ints(others[0])) < 60
+
+
+def test_the_cost_of_a_load_is_what_was_measured():
+    world = small_world(load_token_us=40.0)
+    assert world.planner.loads.cost == 0.25, "nothing was measured"
+    for _ in range(2):
+        for text in prompts(6):
+            world.submit(text)
+            while world.planner.num_live:
+                world.now = world.executor.runner.now_ns() * 1e-9
+                world.plan()
+                assert world.execute()
+                world.process()
+    compute_us = world.planner.estimate.expect_us(1024) / 1024
+    assert world.planner.loads.num_loads >= 6
+    assert world.planner.loads.cost == pytest.approx(40.0 / compute_us, rel=0.3) and compute_us > 40.0
+
+
 def test_the_time_of_loads_is_counted():
     world = small_world(load_token_us=1000.0)
     rounds(world, prompts(6), 1)

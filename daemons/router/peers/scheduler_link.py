@@ -106,6 +106,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             waiting_tokens=load.waiting_tokens,
             free_tokens=free_pages * page_size,
             cached_tokens=load.cached_pages * page_size,
+            # A peer may send any number, or none.
+            host_load_cost=load.host_load_cost if 0.0 <= load.host_load_cost <= 1.0 else 1.0,
         )
 
     @property

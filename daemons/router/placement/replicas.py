@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 IntColumn = npt.NDArray[np.int64]
+FloatColumn = npt.NDArray[np.float64]
 NO_BOUND = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV."""
+    """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV.
+    host_load_cost: time of a token that is loaded from host memory, as a share of a computed one's."""
 
     submit_sequence: int
     num_running: int
@@ -22,6 +24,7 @@ class ReplicaLoad:
     waiting_tokens: int
     free_tokens: int
     cached_tokens: int
+    host_load_cost: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Replicas:
         """Tokens still to be prefilled there."""
         self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         self.cached_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+        self.host_load_costs: FloatColumn = np.zeros(0)
         self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """With so many outputs the replica is full; NO_BOUND = never."""
 
@@ -78,6 +82,7 @@ class Replicas:
             self.addresses[row], self._replicas[row] = address, _Replica()
             for column in self._columns():
                 column[row] = 0
+            self.host_load_costs[row] = 0.0
             self.max_outputs[row] = NO_BOUND
             return row
         self.addresses.append(address)
@@ -106,6 +111,7 @@ class Replicas:
         replica.others.tokens = max(0, load.waiting_tokens - own_tokens)
         self.free_tokens[row] = load.free_tokens
         self.cached_tokens[row] = load.cached_tokens
+        self.host_load_costs[row] = load.host_load_cost
         self._update(row)
 
     def take_sent(self, row: int, sequence: int, num_tokens: int, uncached: int) -> None:
@@ -150,3 +156,4 @@ class Replicas:
             self.cached_tokens,
             self.max_outputs,
         ) = (np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns())
+        self.host_load_costs = np.concatenate([self.host_load_costs, np.zeros(size - len(self.host_load_costs))])

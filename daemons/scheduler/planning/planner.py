@@ -82,7 +82,7 @@ class Planner:
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
-        self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s)
+        self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s, estimate=self.estimate)
         self.fetches = KvFetches(
             self.queue, min_tokens=settings.tiers.fetch_min_tokens, timeout_s=settings.tiers.load_timeout_s
         )

@@ -40,6 +40,8 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         counts = state.page_counts()
         load.total_pages, load.free_pages = state.num_pages, counts[PageState.FREE]
         load.cached_pages = counts[PageState.CACHED]
+        if state.hosts:
+            load.host_load_cost = planner.loads.cost
         if len(state.ranks) > 1:
             load.ranks.extend(_rank_loads(state))
     return load

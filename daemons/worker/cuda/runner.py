@@ -44,6 +44,7 @@ from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -117,7 +118,8 @@ class DeviceRunner(ModelRunner):
         self._group, self._experts = group, experts
         if group is not None:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
-            self.kv_layout += f";tp={group.rank}/{group.size}"
+            self.kv_is_whole = pool.is_whole
+            self.kv_layout += f";tp={'*' if self.kv_is_whole else group.rank}/{group.size}"
             self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
@@ -361,15 +363,15 @@ class DeviceRunner(ModelRunner):
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("a device runner is launched")
 
-    def add_host_pool(self, num_bytes: int) -> None:
+    def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
         if isinstance(self.device, CudaDevice):
             # Triton is needed where there is a GPU alone.
             from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
 
             words = self.pool.page_words()
-            self.host_pool = CudaHostPool(self.device, words, num_bytes, self.num_pages, self._loaded)
+            self.host_pool = CudaHostPool(self.device, words, num_bytes, self.num_pages, self._loaded, segment)
         else:
-            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded)
+            self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded, segment)
 
     @torch.inference_mode()
     def _loaded(self, pages: IntArray) -> None:
