@@ -32,9 +32,9 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import ByGrammar, Drafter, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, ByGrammar, Drafter, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
-from radixmesh.daemons.worker.speculation.settings import NETWORKS
+from radixmesh.daemons.worker.speculation.settings import NETWORKS, Speculation
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -153,11 +153,16 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
             speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
         )
     drafter = ByGrammar(guided, num_forced, free, most)
-    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+    lengths = _draft_lengths(settings, speculation.num_steps, speculation)
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=lengths)
 
 
-def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
-    return DraftLengths(settings.num_slots, max_drafts) if settings.speculative_adaptive else None
+def _draft_lengths(settings: WorkerSettings, max_drafts: int, speculation: Speculation | None) -> DraftLengths | None:
+    """None: steps draft whether that pays or not."""
+    if not settings.speculative_adaptive:
+        return None
+    is_network = speculation is not None and speculation.algorithm in NETWORKS
+    return DraftLengths(settings.num_slots, max_drafts, catch_up=MOST_BEHIND if is_network else 0)
 
 
 def _drafts_nothing(folder: Path) -> MeshError:
@@ -196,7 +201,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             drafter = drafters().create(speculation.algorithm)
         most = max(num_forced, 0 if speculation is None else speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
+            lengths = _draft_lengths(settings, most, speculation)
+            runner.verify(drafter, max_drafts=most, lengths=lengths, max_forced=num_forced)
 
     runner = load_cuda_runner(
         folder,

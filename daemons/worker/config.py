@@ -55,9 +55,11 @@ class WorkerSettings(CommonSettings):
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
         "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
-        "--speculative-num-draft-tokens")  # fmt: skip
+        "--speculative-num-draft-tokens; of a tree: levels")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
-        "one included; none: one more than --speculative-num-steps")  # fmt: skip
+        "one included; none: one more than --speculative-num-steps; of a tree topk more")  # fmt: skip
+    speculative_eagle_topk: int = setting(1, "most drafts of a network that follow the same token, so that the drafts "
+        "of a row are a tree (CPU); 1: a chain")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
@@ -226,7 +228,8 @@ class WorkerSettings(CommonSettings):
     def speculation(self) -> Speculation | None:
         """None: off."""
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return read_speculation(self.speculative_algorithm, steps, tokens, self.speculative_draft_model_path)
+        folder, topk = self.speculative_draft_model_path, self.speculative_eagle_topk
+        return read_speculation(self.speculative_algorithm, steps, tokens, folder, topk)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -262,6 +265,9 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.backend is Backend.CUDA and settings.speculative_eagle_topk > 1:
+        raise ValueError(f"{_flag('speculative_eagle_topk')} above 1 is for --backend cpu: the steps of a GPU verify "
+            "chains; leave it out, and set the length of these with --speculative-num-steps")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

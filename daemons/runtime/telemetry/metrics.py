@@ -216,6 +216,11 @@ class Metrics:
             "Of these, tokens that sampling confirmed; the others were wasted.",
             ["position"],
         )
+        self.draft_seconds = make.counter(
+            "radixmesh_draft_seconds_total",
+            "worker",
+            "Part of the device time that went to proposing drafts; 0 where captured steps of a GPU propose them.",
+        )
         self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
