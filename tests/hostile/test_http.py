@@ -21,8 +21,8 @@ from support.mesh import Mesh
 from radixmesh.daemons.router.http.openapi import OPERATIONS, NoBody
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# A quiet machine needs a tenth of it; before bodies were counted, bodies of 1 MiB alone took 5 s.
-SILENCE_S = 6.0  # Where bodies are not counted it is 15 s and more; two on a machine that does nothing else.
+# A quiet machine needs a twentieth of it; before bodies were counted, bodies of 1 MiB alone took 5 s, three at once 15.
+SILENCE_S = 4.0
 # Of all bodies at once: large ones take three quarters of it.
 BODIES = 8 << 20
 JSON = {"content-type": "application/json"}
