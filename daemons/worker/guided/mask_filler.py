@@ -24,9 +24,9 @@ _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the sc
 _MAX_HERE = 128
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
-# A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step. Where
-# another one computes in Python, it has the lock 0.30 ms later with 0.2 ms here, and 0.15 ms later with this: each mask of
-# a chain, and each group of masks, asks a few times. The other thread computes as much as before.
+# A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
+# While another one computes in Python, it has it 0.30 ms later with 0.2 ms here, and 0.15 ms later with this: each mask
+# of a chain, and each group of masks, asks a few times. The other one computes as much as before.
 _SWITCH_S = 0.00005
 _Job = tuple[Sequence[tuple[Guide, int]], Sequence[Guide], float]
 """Return value of `Guide.begin`, and when the tokens were known, by the clock of perf_counter()."""
