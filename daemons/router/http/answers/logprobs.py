@@ -28,7 +28,7 @@ def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dic
 def prompt_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> msgspec.Raw:
     """vLLM's form: for each token of a prompt, by id, its own logprob and the likeliest ones; null for the first, which
     nothing predicts. rank: null for a token that is none of those. JSON, written once for all choices."""
-    told: list[dict[str, object] | None] = [None]
+    told: list[dict[str, dict[str, object]] | None] = [None]
     for index, token in enumerate(ids[1:]):
         entries = {
             str(other): _ranked(other, value, rank, table) for rank, (other, value) in enumerate(run.top(index), 1)
