@@ -1,5 +1,6 @@
 """The process that compiles kernels beside a start: when it is started, and tasks in its children."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -72,8 +73,13 @@ def test_few_cores_and_unreadable_folders_start_no_process(monkeypatch: pytest.M
 
 def _children() -> set[int]:
     """Process ids, also of those that have ended and were not waited for. Other tests may have left some."""
-    lists = [task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir()]
-    return {int(pid) for text in lists for pid in text.split()}
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_tasks_run_in_children_few_at_once_and_failures_are_counted(tmp_path: Path) -> None:
