@@ -215,18 +215,18 @@ async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_ke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixmesh.daemons.scheduler.transfers.transfer_calls._LEASE_MS", 60_000)
-    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort, asyncio.Event()
+    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort_arrival, asyncio.Event()
 
-    async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival) -> object:
+    async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival, part: object) -> object:
         await is_aborted.wait()
-        return await prepare(self, rank, arrival)
+        return await prepare(self, rank, arrival, part)
 
-    async def note_abort(self: TransferCalls, transfer_id: str) -> None:
-        await abort(self, transfer_id)
+    async def note_abort(self: TransferCalls, arrival: Arrival) -> None:
+        await abort(self, arrival)
         is_aborted.set()
 
     monkeypatch.setattr(TransferCalls, "_prepare", prepare_late)
-    monkeypatch.setattr(TransferCalls, "_abort", note_abort)
+    monkeypatch.setattr(TransferCalls, "_abort_arrival", note_abort)
     async with pair() as both:
         reserved = scheduler_pb2.Reservation(transfer_id="t", lease_ms=30_000, prompt_ids=pack_ints(PROMPT), granule=1)
         cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)

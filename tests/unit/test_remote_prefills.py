@@ -29,7 +29,7 @@ class FakeLink(SimpleNamespace):
 
     def __init__(self, role: int, cached: int = 0, waiting: int = 0) -> None:
         load = scheduler_pb2.Load(waiting_tokens=waiting)
-        super().__init__(role=role, cached=cached, load=load, page_size=4, num_prefills=0)
+        super().__init__(role=role, cached=cached, load=load, page_size=4, kv_heads=b"", num_prefills=0)
         self.is_connected = self.is_group_serving = self.is_without = True
         self.reservations: list[Any] = []
         self.prefills: list[str] = []

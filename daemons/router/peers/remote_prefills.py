@@ -97,7 +97,7 @@ class RemotePrefills:
         uncached = request.num_prompt - self._placement.matched_tokens(output, best)
         self._prefills[transfer_id] = _Prefill(output, decode, best, uncached, self._clock())
         output.transfer_id = transfer_id
-        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, best.page_size))
+        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, best.page_size, best.kv_heads))
 
     def answered(self, decode: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         """The decode side has a place, or none."""

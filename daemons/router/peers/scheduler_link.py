@@ -60,6 +60,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
+        self.kv_heads = b""
+        """KV heads of its ranks, as its hello has them."""
         self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
         """In disaggregated prefill and decode, as last announced."""
         self._prefills: dict[int, RemotePrompt] = {}
@@ -264,7 +266,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
-        self.role = frame.hello.role
+        self.role, self.kv_heads = frame.hello.role, frame.hello.kv_heads
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
         self._frames.can_share = version >= SHARING_VERSION

@@ -79,8 +79,10 @@ def prefill_of(
     return submit
 
 
-def reservation_of(output: Output, transfer_id: str, lease_ms: int, granule: int) -> scheduler_pb2.Reservation:
-    """Asks the scheduler of an output for a place for its prompt's KV."""
+def reservation_of(
+    output: Output, transfer_id: str, lease_ms: int, granule: int, kv_heads: bytes
+) -> scheduler_pb2.Reservation:
+    """Asks the scheduler of an output for a place for its prompt's KV. granule, kv_heads: of the prefill side."""
     resolved = output.request.resolved
     return scheduler_pb2.Reservation(
         transfer_id=transfer_id,
@@ -89,6 +91,7 @@ def reservation_of(output: Output, transfer_id: str, lease_ms: int, granule: int
         model=resolved.model,
         cache_salt=resolved.cache_salt,
         granule=granule,
+        kv_heads=kv_heads,
     )
 
 
