@@ -22,6 +22,9 @@ from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, scatter
+from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
@@ -54,6 +57,18 @@ def test_a_save_reads_before_its_pages_are_granted_anew():
         admits=[admit(2, [*PROMPT, 40], **parts)], grants=[grant(2, [23])], chunks=[chunk(2, 1)], decodes=[]
     )
     assert got.ids.tolist() == simulated_continuation([*PROMPT, 40], 1, alphabet=steps.executor.runner.alphabet)
+
+
+def test_a_save_reads_before_a_transfer_writes_to_its_pages():
+    steps = saved_world()
+    executor, ids = steps.executor, as_ints([50] * 12)
+    sent, stamp = executor.runner.read_kv(np.arange(12, dtype=np.int32)) + np.uint8(1), b"s" * STAMP_BYTES
+    region = np.concatenate([np.frombuffer(stamp, np.uint8), sent, np.frombuffer(stamp, np.uint8)])
+    target = Target(pages=as_ints([0, 1, 2]), generations=as_ints([2, 2, 2]), previous_page=-1, ids=ids, namespace="")
+    assert scatter(executor, target, region, stamp) is Failure.NONE
+    steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
+    assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == (sent - np.uint8(1)).tolist()
+    assert executor.runner.read_kv(np.arange(12, dtype=np.int32)).tolist() == sent.tolist()
 
 
 def test_a_load_is_told_once_and_only_when_it_has_completed():

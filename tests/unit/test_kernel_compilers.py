@@ -1,6 +1,11 @@
 """The process that compiles kernels beside a start: when it is started, and tasks in its children."""
 
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,3 +93,49 @@ def test_tasks_run_in_children_few_at_once_and_failures_are_counted(tmp_path: Pa
     assert len(done) == 9 and max(int(path.read_text()) for path in done) <= 2
     with pytest.raises(ChildProcessError):
         os.wait()
+
+
+# A child of its own holds its output open, whatever becomes of it.
+_STUCK = """
+import os, time
+if not os.fork():
+    with open(os.environ["STUCK_PID"] + "~", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, os.environ["STUCK_PID"])
+time.sleep(600)
+"""
+
+
+def _until(is_true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60.0
+    while not is_true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def _is_gone(pid: int) -> bool:
+    """True for one that nobody has reaped yet, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_start_does_not_wait_for_a_compilation_that_is_stuck(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "stuck_compiler.py").write_text(_STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("STUCK_PID", str(tmp_path / "pid"))
+    monkeypatch.setattr(client, "_SERVER", "stuck_compiler")
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.01)
+    compilers = client.KernelCompilers(2, tmp_path / "note")
+    _until((tmp_path / "pid").exists)
+    child = int((tmp_path / "pid").read_text())
+    waiting = threading.Thread(target=compilers.wait, daemon=True)
+    try:
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()
+        _until(lambda: _is_gone(child))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)

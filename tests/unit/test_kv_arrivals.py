@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from support.planner_world import World
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.scheduler.pages.integrity import find_deep_violation
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.transfers.arrivals import PROGRESS_LEASE_S, Arrival, ArrivalState, KvArrivals
+from radixmesh.worker.v1 import worker_pb2
 
 PATIENCE_S = 3.0
 ops = st.lists(
@@ -69,7 +72,8 @@ def test_pages_add_up_and_no_lock_is_left(steps: list[tuple[str, int]], page_siz
             arrivals.renew(arrival.transfer_id, 5.0, now)
         assert not find_deep_violation(state.pages.pool, state.pages.cache, state.table), (number, what)
         loading = sum(len(a.pages) for a in live.values() if a.state is ArrivalState.COMMITTING)
-        assert state.page_counts()[PageState.LOADING] == loading + num_unsound
+        counts = state.page_counts()
+        assert (counts[PageState.LOADING], counts[PageState.QUARANTINED]) == (loading, num_unsound)
     for arrival in live.values():
         if arrival.state is ArrivalState.COMMITTING:
             arrivals.committed(state, arrival, is_valid=False)
@@ -146,3 +150,34 @@ def test_a_transfer_takes_as_long_as_it_makes_progress_and_no_longer() -> None:
         assert arrival.state is ArrivalState.RESERVED, now
     arrivals.pass_time(state, 58.0 + PROGRESS_LEASE_S)
     assert arrival.state is ArrivalState.FAILED
+
+
+def test_a_request_that_is_too_large_without_unsound_pages_does_not_wait_for_them() -> None:
+    world = World(num_pages=96)
+    state, arrivals = world.planner.state, world.planner.arrivals
+    assert state is not None
+    arrival = arrivals.reserve(state, "t", as_ints(range(2, 42)), "", 4.0, 1, world.now)
+    assert arrival is not None and arrivals.prepared(arrival) and arrivals.written(state, arrival)
+    arrivals.committed(state, arrival, is_valid=False, are_pages_sound=False)
+    large, other = world.submit([2] * 80), world.submit([3] * 20)
+    world.run()
+    assert large.finished is not None and large.finished.reason is FinishReason.ERROR
+    assert other.tokens == world.expected(other.submission)
+
+
+def test_the_plan_that_a_commit_waits_for_releases_the_slots_whose_pages_it_got() -> None:
+    """An op about experts has a plan of its own, which releases nothing."""
+    world = World(num_pages=96)
+    state, planner = world.planner.state, world.planner
+    assert state is not None
+    ending = world.submit([3] * 20)
+    world.plan()
+    world.execute()
+    world.process()
+    planner.abort(ending.submission.key.request_id)
+    arrival = planner.arrivals.reserve(state, "t", as_ints(range(2, 42)), "", 60.0, 1, world.now)
+    assert arrival is not None and planner.arrivals.prepared(arrival) and planner.arrivals.written(state, arrival)
+    op = worker_pb2.BarrierOp(flush_cache=worker_pb2.FlushCache())
+    planner.experts = SimpleNamespace(is_on=True, next_op=lambda now, step_id: op)  # type: ignore[assignment]
+    assert state.releases and world.plan() and world.plans.pop().releases
+    assert not state.releases and world.plan() and world.plans.pop().barrier_ops

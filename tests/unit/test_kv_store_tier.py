@@ -20,8 +20,9 @@ from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_store.backend import KvBackend, KvStoreError, ReadResult, StoreFailure, Usage
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.memory_backend import MemoryBackend
-from radixmesh.daemons.worker.kv_store.store import KvStore
+from radixmesh.daemons.worker.kv_store.store import KvStore, QueueLimits
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans import store_tier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.store_tier import StoreTier
 from radixmesh.worker.v1 import worker_pb2
@@ -36,6 +37,7 @@ class HeldBackend(KvBackend):
 
     def __init__(self) -> None:
         self.inner = MemoryBackend(budget_bytes=1 << 20)
+        self.num_asked = 0
         self.entered, self.go_on = threading.Semaphore(0), threading.Event()
         self.go_on.set()
 
@@ -52,6 +54,7 @@ class HeldBackend(KvBackend):
         return self.inner.read(targets)  # type: ignore[arg-type]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.num_asked += len(keys)
         return self.inner.contains(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -67,14 +70,14 @@ class HeldBackend(KvBackend):
 class Side:
     """A worker's host memory and tier. The device pages of `plane` are what is saved."""
 
-    def __init__(self, backend: KvBackend) -> None:
+    def __init__(self, backend: KvBackend, limits: QueueLimits | None = None) -> None:
         self.plane = np.zeros((NUM, BYTES), np.uint8)
         self.pool = ArrayHostPool(NUM * BYTES, {"kv": self.plane})
-        limits = Limits(
+        sizes = Limits(
             page_size=SIZE, num_pages=NUM, num_slots=4, max_tokens_per_step=64, vocab_size=1000, max_total_len=64
         )
-        self.records = PageRecordTable(limits)
-        self.tier = StoreTier(KvStore(backend), FORMAT, self.pool, self.records)
+        self.records = PageRecordTable(sizes)
+        self.tier = StoreTier(KvStore(backend, limits=limits), FORMAT, self.pool, self.records)
         self.received_step = 1
         self.is_holder = True
 
@@ -143,6 +146,22 @@ async def test_pages_that_one_saves_another_fetches() -> None:
     # Of a prefix that is here in part, the rest.
     assert await first.fetch(np.concatenate([IDS, more]), [3], previous=1) == 1
     assert first.pool.memory[3, 0] == 30
+    close(first, second)
+
+
+async def test_a_prefix_is_asked_for_and_stored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is a request to a server each, and a long prefix has more of them than fit a queue."""
+    monkeypatch.setattr(store_tier, "_FIRST_KEYS", 2)
+    monkeypatch.setattr(store_tier, "_BATCH_PAGES", 4)
+    ids = np.arange(11 * SIZE, dtype=np.int32)
+    backend = HeldBackend()
+    first, second = (Side(backend, QueueLimits(max_pages=9)) for _ in range(2))
+    assert await second.fetch(ids, list(range(11))) == 0 and backend.num_asked == 2
+    first.save(ids[: 10 * SIZE], list(range(10)), value=10)
+    await first.settled(10)
+    assert first.tier.num_stored == 10
+    assert await second.fetch(ids, list(range(11))) == 10
+    assert second.pool.memory[:10, 0].tolist() == list(range(10, 20))
     close(first, second)
 
 
@@ -238,6 +257,26 @@ async def test_records_that_begin_anew_end_what_is_under_way() -> None:
     backend.go_on.set()
     assert await fetching == 0 and side.records.filled[4] == 0
     close(side)
+
+
+async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "_BATCH_PAGES", 1)
+    backend = HeldBackend()
+    side = Side(backend)
+    backend.go_on.clear()
+    side.save(IDS, [0, 1, 2, 3, 4])
+    await asyncio.to_thread(backend.entered.acquire)
+    closing = threading.Thread(target=side.tier.close)
+    closing.start()
+    while not side.tier._is_closed:
+        await asyncio.sleep(0.002)
+    with pytest.raises(KvStoreError):
+        while True:
+            side.tier.store.remove([])
+            await asyncio.sleep(0.002)
+    backend.go_on.set()
+    await asyncio.to_thread(closing.join)
+    assert side.tier.num_stored == 1 and side.tier.num_dropped == 5
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,42 @@ def test_a_group_that_dies_with_nothing_to_do_makes_no_suspects() -> None:
     assert state is not None and state.table.num_running == 2
     world.run()
     assert [record.tokens, other.tokens] == [world.expected(record.submission), world.expected(other.submission)]
+
+
+def suspect_of(world: World, **changes: object) -> Record:
+    """A request of 80 tokens that ran at three losses: it is probed alone, once its KV is there or given up."""
+    suspect = world.submit(list(range(2, 52)) + list(range(2, 32)), stop=Stop(max_tokens=12), **changes)
+    for _ in range(3):
+        world.plan()
+        lose_worker(world)
+    return suspect
+
+
+def test_a_suspect_waits_for_kv_from_elsewhere_as_any_other_does() -> None:
+    world = make_world()
+    suspect = suspect_of(world, transfer_id="t")
+    state, arrivals = world.planner.state, world.planner.arrivals
+    assert state is not None
+    assert arrivals.reserve(state, "t", suspect.submission.prompt_ids, "", 60.0, 1, world.now)
+    for _ in range(3):
+        assert not world.plan(), "it waits, and nobody else is admitted"
+    arrivals.cancel(state, "t")
+    world.run()
+    assert suspect.tokens == world.expected(suspect.submission)
+    world.check_clean()
+
+
+def test_a_suspect_waits_for_a_fetch_as_any_other_does() -> None:
+    world = make_world()
+    suspect = suspect_of(world)
+    world.group = replace(world.group, num_host_pages=64, has_kv_store=True)
+    lose_worker(world, MeshError(common_pb2.ERROR_REASON_EPOCH_FENCED, "another scheduler took over"))
+    state, fetches = world.planner.state, world.planner.fetches
+    assert state is not None
+    for _ in range(3):
+        assert not world.plan(), "it waits, and nobody else is admitted"
+    (fetch,) = fetches.take_wanted()
+    fetches.fetched(state, fetch, 0)
+    world.group = replace(world.group, num_host_pages=0)
+    assert world.plan() and state.table.num_running == 1
+    assert suspect.finished is None

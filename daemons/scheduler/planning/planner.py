@@ -287,7 +287,11 @@ class Planner:
             is_quiet = not (len(self.arrivals) or len(self.fetches) or self.loads.num_under_way)
             if is_quiet and self.flush.may_run(state):
                 return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
-        if self.experts.is_on and (op := self.experts.next_op(now, state.next_step_id)) is not None:
+        # A transfer that was written a moment ago counts on the next plan: that releases the slots whose pages it got,
+        # and saves what was evicted for it.
+        is_awaited = len(self.arrivals) and (state.releases or any(host.has_saves for host in state.hosts))
+        may_move_experts = self.experts.is_on and not is_awaited
+        if may_move_experts and (op := self.experts.next_op(now, state.next_step_id)) is not None:
             return self._sent(state, barrier_plan(state, op), PlanDraft(state.table.num_ranks), now)
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(state.table.num_ranks)

@@ -92,7 +92,7 @@ class Prefill:
         only: nobody else is admitted.
         """
         if only is not None:
-            may_admit &= only.lifecycle is Lifecycle.WAITING
+            may_admit &= only.lifecycle is Lifecycle.WAITING and not self._queue.is_parked(only)
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
         if only is None and may_admit and self._alignment.holds(state, len(self._queue)):
             self._counters.num_held_plans += 1

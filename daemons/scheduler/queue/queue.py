@@ -92,6 +92,10 @@ class WaitingQueue:
         self._leave(sequence)
         self._parked[sequence] = None
 
+    def is_parked(self, sequence: Sequence) -> bool:
+        """True from park() to unpark()."""
+        return sequence in self._parked
+
     def unpark(self, sequence: Sequence) -> None:
         """Makes a parked sequence wait for admission again; does nothing for any other."""
         if sequence in self._parked:

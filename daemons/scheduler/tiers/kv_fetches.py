@@ -113,9 +113,19 @@ class KvFetches:
         host = state.pages.host
         assert host is not None
         self.num_fetched += num_pages
+        self._note_missing(fetch, len(fetch.held.pages) + num_pages, state.group.page_size)
         host.end_fetch(fetch.held, fetch.namespace, fetch.ids, fetch.pages, num_pages)
         for sequence in fetch.sequences:
             self._queue.unpark(sequence)
+
+    def _note_missing(self, fetch: KvFetch, num_there: int, page_size: int) -> None:
+        """The store lacks the page behind those: who wants that one too has its answer. Otherwise the requests that
+        share a prefix would ask for it one after the other, while all of them wait."""
+        if num_there * page_size < len(fetch.ids):
+            for sequence in fetch.sequences:
+                ids = sequence.token_ids()[: sequence.max_cached_len()]
+                if _num_common(fetch.ids, ids) // page_size > num_there:
+                    self._asked.add(sequence)
 
     def pass_time(self, now: float) -> None:
         """Ends waits that take too long. Call before each plan."""

@@ -239,10 +239,11 @@ class KvArrivals:
             self.num_tokens += arrival.num_tokens
             self._unpark(arrival)
             return
-        # Those of unsound ones are granted here and perhaps not there: they stay out of use, as loading, until the next
-        # epoch has read the generations.
         if are_pages_sound:
             state.pages.drop_load(arrival.pages, was_granted=was_granted)
+        else:
+            # Granted here and perhaps not there: nobody counts on them until the next epoch has read the generations.
+            state.pages.pool.quarantine(arrival.pages)
         arrival.state = ArrivalState.RESERVED
         self.failed(state, arrival)
 

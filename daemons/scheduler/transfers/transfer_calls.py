@@ -263,8 +263,8 @@ async def _committed(
         other_transfer_ids=others,
         epoch=rank.epoch,
         instance_id=rank.instance_id,
-        # Slots that were freed are released by the next plan.
-        after_step=state.last_step_id + bool(state.releases),
+        # Slots that were freed are released by the next plan, and what was evicted is saved by it.
+        after_step=state.last_step_id + bool(state.releases or any(host.has_saves for host in state.hosts)),
         pages=pack_ints(arrival.pages),
         generations=pack_ints(state.pages.pool.generations[arrival.pages]),
         previous_page=int(held[-1]) if len(held) else -1,

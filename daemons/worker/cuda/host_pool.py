@@ -57,7 +57,7 @@ class CudaHostPool(HostPool):
         page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
-        self._memory = LockedMemory(self.num_pages * page_words)
+        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -131,18 +131,20 @@ class CudaHostPool(HostPool):
 
 class LockedMemory:
     """int32 `words` [num] of host memory that the device reads and writes where it lies, until this object is gone.
+    device: threads are on the first one unless told otherwise, and would make a context there.
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
     """
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, device: torch.device) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         locked: list[int] = []
 
         def lock(start: int) -> None:
             part = self.words[start : start + _LOCKED_WORDS]
             part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
-            torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
+            with torch.cuda.device(device):
+                torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())
 
         try:

@@ -76,6 +76,8 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
     is_known = -1 <= target.previous_page < executor.limits.num_pages
     if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
         return Failure.PAGES
+    if executor.host is not None:
+        executor.host.pool.overwritten(pages)
     records.grant(
         pages,
         np.array([len(pages)]),

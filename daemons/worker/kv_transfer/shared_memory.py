@@ -39,10 +39,14 @@ class SharedMemory(RegionMemory):
     def __init__(self, num_bytes: int) -> None:
         self._fd: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         size = num_bytes + _CONTROL_BYTES
-        os.ftruncate(self._fd, size)
-        # Nobody can shrink it below what others have mapped.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+        try:
+            os.ftruncate(self._fd, size)
+            # Nobody can shrink it below what others have mapped.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._bytes = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+        except BaseException:
+            self.close()
+            raise
         self.array = self._bytes[:num_bytes]
 
     @property
@@ -143,9 +147,11 @@ def _opened(region: worker_pb2.TransferRegion) -> int | None:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             return None
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        status = os.fstat(fd)
+        status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        # One that somebody else could shrink would end this process by a signal as it writes.
+        is_region = status.st_ino == memory.inode and seals & _SEALS == _SEALS
         # The receiver's alone asks for the lock without others, and gives it back at once.
-        if status.st_ino == memory.inode and status.st_size == region.num_bytes + _CONTROL_BYTES:
+        if is_region and status.st_size == region.num_bytes + _CONTROL_BYTES:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return fd
     if fd >= 0:

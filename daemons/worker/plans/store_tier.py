@@ -41,7 +41,11 @@ T = TypeVar("T")
 
 MAX_FETCHES = 16
 """Fetches of one worker at a time."""
+# Of one call of the store.
 _BATCH_BYTES = 8 << 20
+_BATCH_PAGES = 4096
+# Asked for first, of a prefix that is most often not there at all; then twice as many each time.
+_FIRST_KEYS = 16
 # Pages that wait to be stored: ids, no KV. More are not stored, nor what continues them.
 _MAX_WAITING = 1 << 20
 _AFTER_STEP_S = 10.0
@@ -182,8 +186,9 @@ class StoreTier:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        # First: calls that the thread still has before it then fail at once, however long a server takes for each.
         self.store.close()
+        self._thread.join()
 
     def _check(self, pages: IntArray, ids: IntArray, previous_page: int) -> int:
         """Index of the first page that is wanted. Raises INVALID_ARGUMENT or PAGE_CONFLICT."""
@@ -196,6 +201,10 @@ class StoreTier:
             message = f"host_pages or previous_page are not of {num} host pages, each named once"
             raise MeshError(ErrorReason.ERROR_REASON_PAGE_CONFLICT, message)
         return len(ids) // size - len(pages)
+
+    @property
+    def _batch_pages(self) -> int:
+        return max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._pool.page_bytes))
 
     def _keys_of(self, namespace: str, ids: IntArray) -> list[bytes]:
         return page_keys(self._format.root(namespace), ids, self._format.page_size)
@@ -222,10 +231,9 @@ class StoreTier:
         ids: IntArray,
         run: RunJob,
     ) -> int:
-        num_filled, step = 0, max(1, _BATCH_BYTES // self._pool.page_bytes)
+        num_filled, step = 0, self._batch_pages
         try:
-            has = await asyncio.wrap_future(self.store.contains(keys))
-            num = has.index(False) if False in has else len(has)
+            num = await self._num_there(keys)
             while num_filled < num:
                 part = slice(num_filled, min(num, num_filled + step))
                 data = np.empty((part.stop - part.start, self._pool.page_bytes), np.uint8)
@@ -241,6 +249,16 @@ class StoreTier:
         self.num_fetched += num_filled
         self._export()
         return num_filled
+
+    async def _num_there(self, keys: Sequence[bytes]) -> int:
+        """Pages, from the first on, that the store has, as far as it can say."""
+        num, part = 0, min(_FIRST_KEYS, self._batch_pages)
+        while num < len(keys):
+            has = await asyncio.wrap_future(self.store.contains(keys[num : num + part]))
+            if False in has:
+                return num + has.index(False)
+            num, part = num + len(has), min(2 * part, self._batch_pages)
+        return num
 
     def _write(
         self, granted: _Granted, part: slice, data: npt.NDArray[np.uint8], keys: Sequence[bytes], ids: IntArray
@@ -311,20 +329,25 @@ class StoreTier:
                 return
             numbered = zip(job.pages.tolist(), job.generations.tolist(), keys, strict=True)
             self._keys.update({number: (of, key) for number, of, key in numbered})
-        has = self.store.contains(keys).result()
-        missing = np.flatnonzero(~np.array(has))
-        step = max(1, _BATCH_BYTES // self._pool.page_bytes)
         job.event.wait()
-        for start in range(0, len(missing), step):
-            part = missing[start : start + step]
-            data = self._memory[job.pages[part]]
-            # Behind the copy: a page that was granted meanwhile may have had other bytes.
-            is_same = self._records.generations[job.pages[part]] == job.generations[part]
-            if job.era != self._era:
+        step = self._batch_pages
+        for start in range(0, len(keys), step):
+            has = self.store.contains(keys[start : start + step]).result()
+            part = as_ints([start + at for at, one in enumerate(has) if not one])
+            if len(part) and not self._put(job, part, keys):
                 return
-            pages = [Page(keys[at], job.ids[at], data[row].data) for row, at in enumerate(part) if is_same[row]]
-            self.num_stored += self.store.put(pages).result()
-            self.num_dropped += int(np.count_nonzero(~is_same))
+
+    def _put(self, job: _Saved, part: IntArray, keys: Sequence[bytes]) -> bool:
+        """Stores some pages of a job, by their indexes; False: they are of records that have begun anew since."""
+        data = self._memory[job.pages[part]]
+        # Behind the copy: a page that was granted meanwhile may have had other bytes.
+        is_same = self._records.generations[job.pages[part]] == job.generations[part]
+        if job.era != self._era:
+            return False
+        pages = [Page(keys[at], job.ids[at], data[row].data) for row, at in enumerate(part) if is_same[row]]
+        self.num_stored += self.store.put(pages).result()
+        self.num_dropped += int(np.count_nonzero(~is_same))
+        return True
 
 
 async def _until(is_true: Callable[[], bool], check: Callable[[], None], step: int) -> None:

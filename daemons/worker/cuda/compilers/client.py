@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -80,6 +81,8 @@ class KernelCompilers:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            # With its children, which hold its output open for as long as they live.
+            process_group=0,
         )
         self._answering: threading.Thread | None = None
         self.num_kernels = 0
@@ -128,7 +131,7 @@ class KernelCompilers:
             try:
                 self._answer, _ = self._process.communicate(request, timeout=_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.communicate()
 
 
