@@ -17,6 +17,7 @@ import pytest
 from mesh.test_kv_transfer import TIMEOUT_S, Pair, pair
 from support.kv_writers import hold_and_write, write_by_nixl
 
+from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer import host_process, nixl_agent, shared_memory
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
@@ -179,7 +180,7 @@ def test_every_transport_is_under_the_contract() -> None:
 
 @needs_nixl
 @pytest.mark.parametrize("how", ["dies", "ends", "operator"])
-async def test_nixl_memory_is_its_writers_until_that_is_over(how: str) -> None:
+async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped, it could still write: deregistered memory too, as the library does between processes."""
     async with pair(transfer_transport=TransferTransport.NIXL) as both:
         transfers = both.core(1).transfers
@@ -205,8 +206,11 @@ async def test_nixl_memory_is_its_writers_until_that_is_over(how: str) -> None:
             else:
                 await both.stub.AbortTransfer(worker_pb2.AbortTransferRequest(transfer_id="t"))
                 assert transfers.staging.num_bytes, "an abort alone is no proof"
-                request = worker_pb2.AbortTransferRequest(transfer_id="t", is_writer_gone=True)
-                await both.stub.AbortTransfer(request)
+                command = [both.workers[1].address, "--timeout", "60"]
+                assert await asyncio.to_thread(cli_transfers.run, command) == 0
+                assert f"quarantined {region.num_bytes} bytes\n  t\n" in capsys.readouterr().out
+                assert await asyncio.to_thread(cli_transfers.run, [*command, "--free", "t", "--json"]) == 0
+                assert '"quarantined_bytes": 0' in capsys.readouterr().out
             await until(lambda: not transfers.staging.num_bytes)
             assert held.memory is None and not len(transfers.receiver)
             assert transfers._transport.slab.num_free == transfers._transport.slab.num_bytes

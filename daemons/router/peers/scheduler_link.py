@@ -201,7 +201,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows."""
         self._last_handle += 1
         self._sequence += 1
-        self._prefills[self._last_handle] = RemotePrompt(transfer_id=transfer_id, output=output, attempt=output.attempt)
+        self._prefills[self._last_handle] = RemotePrompt(
+            transfer_id=transfer_id, output=output, attempt=output.attempt, num_before=len(output.ids)
+        )
         self._frames.add_prefill(prefill_of(output, self._last_handle, self._sequence, target))
         self.wake()
 

@@ -93,6 +93,10 @@ class TransferReceiver:
         """Of regions that are over, and that somebody may still write to."""
         return sum(region.num_bytes for region in self._regions.values() if region.reception.is_quarantined)
 
+    def quarantined(self, most: int) -> list[str]:
+        """Transfer ids of such regions."""
+        return [name for name, region in self._regions.items() if region.reception.is_quarantined][:most]
+
     def get(self, transfer_id: str) -> Region:
         """Raises TRANSFER_FAILED for one that is not known, or not any more."""
         region = self._regions.get(transfer_id)

@@ -35,6 +35,7 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.002
+_MOST_NAMED = 64
 
 
 class KvTransfers:
@@ -95,6 +96,7 @@ class KvTransfers:
             num_sent=self.num_sent,
             num_received=self.num_received,
             num_failed=self.num_failed,
+            quarantined=self.receiver.quarantined(_MOST_NAMED),
         )
 
     def begin_epoch(self, epoch: int) -> None:

@@ -733,7 +733,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
-    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed")
+    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed", "quarantined")
     NUM_SENDING_FIELD_NUMBER: _ClassVar[int]
     NUM_RECEIVING_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -741,6 +741,7 @@ class TransferCounts(_message.Message):
     NUM_SENT_FIELD_NUMBER: _ClassVar[int]
     NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     num_sending: int
     num_receiving: int
     staging_bytes: int
@@ -748,7 +749,8 @@ class TransferCounts(_message.Message):
     num_sent: int
     num_received: int
     num_failed: int
-    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ...) -> None: ...
+    quarantined: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ..., quarantined: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutBlobRequest(_message.Message):
     __slots__ = ("hash", "data", "nixl")
