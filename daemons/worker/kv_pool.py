@@ -14,10 +14,10 @@ import torch
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS
-from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
 _log = get_logger(__name__)
@@ -60,12 +60,12 @@ class KvPool(KvPlanes):
         """Fingerprint of how a page lies in memory: of layers, page size, and the planes with padding and form."""
         self.token_bytes = layout.num_layers * dtype.itemsize * sum(math.prod(p.row_shape) for p in layout.planes)
         """Bytes that read_tokens() gives for each token."""
-        num_heads = layout.planes[0].row_shape[0]
-        self.share = share or KvShare(0, num_heads, num_heads)
-        """Heads that the planes hold."""
-        assert all(plane.row_shape[0] == self.share.size for plane in layout.planes), (self.share, layout.planes)
-        heads = self.share.total
-        rows = ";".join(f"{p.name}{[heads, *p.row_shape[1:]]}{p.form}".replace(" ", "") for p in layout.planes)
+        sizes_of_heads = {plane.row_shape[0] if len(plane.row_shape) > 1 else 0 for plane in layout.planes}
+        num_heads = sizes_of_heads.pop() if len(sizes_of_heads) == 1 else 0
+        self.share = share or (KvShare(0, num_heads, num_heads) if num_heads else WHOLE_KV)
+        """Heads that the planes hold; planes of different ones are not divided."""
+        assert self.share == WHOLE_KV or self.share.size == num_heads, (self.share, layout.planes)
+        rows = ";".join(f"{p.name}{self._row_of_all(p)}{p.form}".replace(" ", "") for p in layout.planes)
         self.token_layout_name = f"layers={layout.num_layers};{rows}"
         """Fingerprint of what read_tokens() gives for each token, of all heads: those of ranks are parts of it."""
         try:
@@ -162,7 +162,13 @@ class KvPool(KvPlanes):
     def _heads(self, part: KvShare | None) -> slice:
         """Of a row of this pool."""
         assert part is None or self.share.has(part), (self.share, part)
-        return slice(None) if part is None else slice(part.start - self.share.start, part.stop - self.share.start)
+        if part is None or part == self.share:
+            return slice(None)
+        return slice(part.start - self.share.start, part.stop - self.share.start)
+
+    def _row_of_all(self, plane: KvPlane) -> list[int]:
+        """A token's row of all heads of the model."""
+        return list(plane.row_shape) if self.share == WHOLE_KV else [self.share.total, *plane.row_shape[1:]]
 
     def _chunks(self, indexes: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes and tokens, int64, of each chunk."""

@@ -19,7 +19,7 @@ SIMULATED = {"backend": "simulated", "simulated_base_us": 10_000.0}
 
 
 async def move_all(mesh: Mesh, number: int) -> int:
-    """How many outputs an operator has moved from one scheduler to the other."""
+    """Moves all outputs from one scheduler to the other; the number of them."""
     async with open_channel(mesh.routers[0]) as channel:
         admin = router_pb2_grpc.RouterAdminServiceStub(channel)
         listed = await admin.ListSchedulers(router_pb2.ListSchedulersRequest(), timeout=60)

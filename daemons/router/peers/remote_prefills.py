@@ -117,7 +117,7 @@ class RemotePrefills:
                 return MoveWay.KV
         if self.costs.choose(uncached) is MoveWay.PREFILL:
             return MoveWay.PREFILL
-        # What it computed there is in the cache there, but for the last page.
+        # Its tokens are in the cache there, but for the last page.
         self._reserve(output, target, source, max(1, source.page_size))
         self.num_moved += 1
         return MoveWay.KV

@@ -1,7 +1,7 @@
 """Measured cost of going on elsewhere: seconds until a moved output has its next token, by KV and by prefill.
 
-Either way is a straight line over the tokens that the next replica lacks, fitted to the moves of late. Queues, transfers
-that failed and the machines' speed are in it.
+Either way is a straight line over the tokens that the next replica lacks, fitted to the moves of late. Queues,
+transfers that failed and the speed of the machines are in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rank of one group sends which heads to which rank of another: a transfer to the workers for each of these."""
+"""Parts of a transfer between groups: heads that one rank sends to another, a transfer to the workers for each."""
 
 from __future__ import annotations
 

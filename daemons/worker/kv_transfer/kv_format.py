@@ -1,4 +1,4 @@
-"""What KV a worker has, and whether that of another is the same or a part of it."""
+"""Format of a worker's KV, and whether that of another is the same or a part of it."""
 
 from __future__ import annotations
 

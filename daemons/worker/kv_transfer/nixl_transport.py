@@ -175,7 +175,7 @@ class _NixlWriter(KvWriter):
         agent, metadata = self._transport.agent, self._region.nixl.agent_metadata
         if not len(data):
             return
-        # What does not lie in the slab (stamps) is registered for this write alone.
+        # Stamps, and all else that does not lie in the slab, are registered for this write alone.
         own = None if self._transport.slab.has(data) else await asyncio.to_thread(agent.register, *_place(data))
         is_done = False
         try:
