@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from radixmesh.cli.bench.plots import Curve, Panel, plot_panels
+from radixmesh.cli.bench.report.plots import Curve, Panel, plot_panels
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, PLOT = ROOT / "bench" / "results", ROOT / "docs" / "scheduler-bench.md", "scheduler-step-cost.svg"

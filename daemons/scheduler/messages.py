@@ -191,7 +191,8 @@ def snapshot_of(
         if part.first_page != first:
             break
         first += len(part.filled)
-    if first != num_pages or not all(_is_sound(part, len(names), num_pages) for part in parts):
+    is_all = first == num_pages == sum(len(part.filled) for part in parts)
+    if not is_all or not all(_is_sound(part, len(names), num_pages) for part in parts):
         message = f"the worker's page records do not describe its {num_pages} pages: check the versions of both ends"
         raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
     columns = ("generations", "filled", "previous_pages", "previous_generations", "namespace_indexes")

@@ -47,11 +47,19 @@ class _Tenant:
 
 
 class WorkQueue:
-    """Runs generators in threads, step by step. max_queued: calls at once."""
+    """Runs generators in threads, step by step. max_queued: calls at once. clock: seconds, to weigh steps by."""
 
-    def __init__(self, progress: Progress, *, num_threads: int, max_queued: int) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        num_threads: int,
+        max_queued: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._progress = progress
         self._max_queued = max_queued
+        self._clock = clock
         self._num_queued = 0
         self._num_running = self._num_heavy = 0
         self._num_threads = num_threads
@@ -138,7 +146,7 @@ class WorkQueue:
             self._num_running += 1
             self._num_heavy += call.next_bytes > HEAVY_STEP_BYTES
             try:
-                step = asyncio.get_running_loop().run_in_executor(self._threads, _step, call.steps)
+                step = asyncio.get_running_loop().run_in_executor(self._threads, _step, call.steps, self._clock)
             except RuntimeError as error:  # The daemon closes.
                 step = asyncio.get_running_loop().create_future()
                 step.set_exception(error)
@@ -199,13 +207,13 @@ def _run_whole(steps: Generator[int, None, _T]) -> _T:
             return cast(_T, end.value)
 
 
-def _step(steps: Generator[int, None, object]) -> _Step:
-    since_s = time.monotonic()
+def _step(steps: Generator[int, None, object], clock: Callable[[], float]) -> _Step:
+    since_s = clock()
     try:
         next_bytes = next(steps)
     except StopIteration as end:
-        return _Step(time.monotonic() - since_s, None, end.value)
-    return _Step(time.monotonic() - since_s, next_bytes)
+        return _Step(clock() - since_s, None, end.value)
+    return _Step(clock() - since_s, next_bytes)
 
 
 def _closing() -> MeshError:

@@ -199,7 +199,7 @@ async def test_a_silent_peer_fails_its_streams_within_seconds() -> None:
 
 async def _is_written(channel: grpc.aio.Channel) -> bool:
     try:
-        await DetokenizerServiceStub(channel).Detokenize(timeout=5, wait_for_ready=True).write(frame(1))
+        await DetokenizerServiceStub(channel).Detokenize(timeout=20, wait_for_ready=True).write(frame(1))
     except grpc.aio.AioRpcError:
         return False
     return True

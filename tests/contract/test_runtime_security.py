@@ -55,7 +55,7 @@ async def answer(address: str, tls: TlsFiles | None, *, key: str = "") -> str:
         try:
             # Not one of the verbs that are retried: a refused handshake is told at once.
             request = tokenizer_pb2.EncodeRequest()
-            await stub.Encode(request, timeout=5, metadata=metadata)
+            await stub.Encode(request, timeout=60, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             reason = mesh_error_from_rpc(error).reason_name
             # EMPTY_PROMPT: the handler was reached.
@@ -169,7 +169,7 @@ async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: P
 
     async def get(folder: Path) -> bytes:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, ssl=tls_of(folder, "client").client_context()
                 )
@@ -246,11 +246,11 @@ async def test_every_call_but_health_needs_a_key(tmp_path: Path) -> None:
         assert [e.reason_name for e in bench.errors[num_errors:]] == ["UNAUTHENTICATED"] * 3
         assert await check_health(bench.address) == "SERVING"
         async with open_channel(bench.address) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=5)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             watch.cancel()
             # Streams, and reflection, the same: nothing of what is sent is looked at.
-            stream = detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(frames(), timeout=5)
+            stream = detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(frames(), timeout=60)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stream.read()
             assert mesh_error_from_rpc(refused.value).reason_name == "UNAUTHENTICATED"
@@ -267,7 +267,7 @@ async def services(channel: grpc.aio.Channel, key: str) -> str:
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(
-        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5, metadata=metadata
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=60, metadata=metadata
     )
     try:
         return str(await call.read())

@@ -17,6 +17,7 @@ from support.kv_stores import redis_server
 from support.running_daemon import running
 from support.serve_client import ServeClient, serve_client
 
+from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.planning.planner import Planner
@@ -46,10 +47,11 @@ class Replica:
             assert output.tokens == expected
         return self.planner.counters.prefilled_tokens - before
 
-    async def stored(self, least: int) -> None:
-        """Waits for pages to be in the store."""
-        async with asyncio.timeout(30):
-            while self.tier.num_stored < least:
+    async def stored(self, texts: list[tuple[list[int], list[int]]]) -> None:
+        """Waits until the store has all whole pages of the prompts that a later request may find."""
+        keys = [key for prompt, _ in texts for key in self.tier.keys_of("", as_ints(prompt[:-1]))]
+        async with asyncio.timeout(60):
+            while not all(await asyncio.wrap_future(self.tier.store.contains(keys))):
                 await asyncio.sleep(0.01)
 
 
@@ -82,9 +84,7 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
     num_pages = sum((len(prompt) - 1) // page_size for prompt, _ in wanted)
     async with replica(model, page_size, store) as first:
         cold = await first.recite(wanted)
-        # Texts may begin alike.
-        await first.stored(num_pages * 2 // 3)
-        await asyncio.sleep(0)
+        await first.stored(wanted)
     async with replica(model, page_size, store) as second:
         warm = await second.recite(wanted)
         assert second.planner.fetches.num_fetched >= num_pages * 2 // 3
@@ -102,7 +102,7 @@ async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) ->
     with redis_server(tmp_path) as url:
         async with replica("tiny-llama", 4, url) as first, replica("tiny-llama", 4, url) as second:
             cold = await first.recite(wanted)
-            await first.stored(num_pages * 2 // 3)
+            await first.stored(wanted)
             warm = await second.recite(wanted)
             assert warm <= len(wanted) * 5 < cold
             hits = second.planner.fetches.num_fetched / num_pages
@@ -110,7 +110,7 @@ async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) ->
             # Both find pages of each other's later texts.
             more = texts("tiny-llama", 8)[5:]
             await second.recite(more)
-            await asyncio.sleep(0.2)
+            await second.stored(more)
             assert await first.recite(more) <= len(more) * 5
 
 
@@ -131,7 +131,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
     store = f"disk://{tmp_path}?budget=256MiB"
     async with replica("tiny-llama", 4, store) as first:
         await first.recite(wanted)
-        await first.stored(80)
+        await first.stored(wanted)
     (segment,) = (tmp_path / "rank-0").glob("*.seg")
     data = bytearray(segment.read_bytes())
     # Payloads of every page, but no head.
@@ -144,7 +144,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
     with redis_server(tmp_path) as url:
         async with replica("tiny-llama", 4, url) as third:
             await third.recite(wanted[:2])
-            await third.stored(40)
+            await third.stored(wanted[:2])
             third.tier.store._backend._client.shutdown(nosave=True)  # type: ignore[attr-defined]
             await third.recite(wanted)
             await third.recite(wanted)
@@ -154,6 +154,6 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
 @pytest.mark.timeout(400)
 async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
     kills = await kill_all("cpu", plan, model="tiny-llama", worker=worker)
     assert len(kills) == len(plan)

@@ -128,6 +128,6 @@ async def test_ranks_load_their_shares_together(model: str, tp_size: int, dp_siz
 async def test_no_stream_notices_kills_amid_saves_and_loads(model: str) -> None:
     """A new scheduler adopts what host memory holds; with a worker its host memory is gone."""
     plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker", "scheduler", "worker")]
-    worker = {"num_pages": 1200, "host_kv_bytes": 64 << 20}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20}
     kills = await kill_all("cpu", plan, model=model, worker=worker)
     assert len(kills) == len(plan)

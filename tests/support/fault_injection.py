@@ -17,7 +17,7 @@ from support.jobs import Job
 from support.mesh import Mesh
 from support.stream_load import StreamLoad
 
-_RECOVERY_S = 60.0
+_RECOVERY_S = 120.0  # On a machine that does much else besides; how long it took is in the Kill.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

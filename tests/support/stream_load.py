@@ -80,9 +80,17 @@ class StreamLoad:
 
     async def all_progressed(self, since: float, timeout_s: float = 60.0) -> float:
         """Waits until every stream has had a chunk after `since`; the longest gap of any stream around that time."""
-        async with asyncio.timeout(timeout_s):
-            while not all(log.moments and log.moments[-1] > since for log in self._logs):
-                await asyncio.sleep(0.01)
+
+        def waiting() -> list[int]:
+            return [number for number, log in enumerate(self._logs) if not log.moments or log.moments[-1] <= since]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                while waiting():
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            message = f"no news within {timeout_s:g} s of streams {waiting()} of {len(self._logs)}: {self.failures[:3]}"
+            raise TimeoutError(message) from None
         return self.longest_gap(since)
 
     def longest_gap(self, since: float) -> float:

@@ -7,8 +7,8 @@ import pytest
 from support.small_openai import small_openai
 
 from radixmesh.cli.bench.load_turn import Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions, open_target
 
 
 async def send(target: Target, prompt: Prompt) -> RequestRecord:
@@ -63,7 +63,7 @@ async def test_plain_requests_hold_nothing_that_openai_does_not_know() -> None:
 
 
 async def test_every_failure_is_written_down() -> None:
-    async with small_openai() as server, open_target(server.base, TargetOptions(timeout_s=5)) as target:
+    async with small_openai() as server, open_target(server.base, TargetOptions(timeout_s=60)) as target:
         await target.prepare()
         server.failing = {1: 503, 2: "event", 3: "cut"}
         assert (await send(target, ids(1))).error == "503: come back later"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from radixmesh.cli.bench import run
-from radixmesh.cli.bench.replay import Replay
-from radixmesh.cli.bench.replay_config import ReplayConfig
-from radixmesh.cli.bench.step_costs import PARTS, StepCosts
-from radixmesh.cli.bench.step_socket import StepSocket
+from radixmesh.cli.bench.replay.replay import Replay
+from radixmesh.cli.bench.replay.replay_config import ReplayConfig
+from radixmesh.cli.bench.replay.step_costs import PARTS, StepCosts
+from radixmesh.cli.bench.replay.step_socket import StepSocket
 
 SMALL = ReplayConfig(workload="tree", num_requests=22, running=16)
 

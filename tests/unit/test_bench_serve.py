@@ -18,14 +18,14 @@ from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.gate import Gate
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, fold_ids, paced
-from radixmesh.cli.bench.plots import plot_load
 from radixmesh.cli.bench.progress_bar import ProgressBar
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.plots import plot_load
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.report.summary import summarise, summary_lines
 from radixmesh.cli.bench.serve import run
 from radixmesh.cli.bench.serve_flags import serve_parser
 from radixmesh.cli.bench.sharegpt import read_sharegpt
-from radixmesh.cli.bench.summary import summarise, summary_lines
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.bench.workloads import make_workload
 
 
@@ -292,7 +292,7 @@ def _num_points(line: ElementTree.Element) -> int:
 
 def test_a_missing_library_is_said_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "radixmesh.cli.bench.plots")
+    monkeypatch.delitem(sys.modules, "radixmesh.cli.bench.report.plots")
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         status = run(["--target", "grpc://127.0.0.1:1", "--plot", "x.svg"])

@@ -16,10 +16,10 @@ from radixmesh.cli.bench import serve
 from radixmesh.cli.bench.context_fit import fitting_share, longest_of, scaled_ids, scaled_turns
 from radixmesh.cli.bench.datasets import make_turns
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.report.summary import summarise, summary_lines, summary_rows
 from radixmesh.cli.bench.serve_flags import serve_parser
-from radixmesh.cli.bench.summary import summarise, summary_lines, summary_rows
-from radixmesh.cli.bench.target import Target, TargetOptions
+from radixmesh.cli.bench.targets.target import Target, TargetOptions
 from radixmesh.cli.bench.workloads import WORKLOADS
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from radixmesh.cli.access import Access
-from radixmesh.cli.chat_commands import NAMES, ChatState, run_command
-from radixmesh.cli.chat_conversation import Conversation
-from radixmesh.cli.chat_input import default_history_file
+from radixmesh.cli.chat.commands import NAMES, ChatState, run_command
+from radixmesh.cli.chat.conversation import Conversation
+from radixmesh.cli.chat.input import default_history_file
 from radixmesh.cli.routers import find_routers
 
 

@@ -15,8 +15,8 @@ import yaml
 from support.fake_hub import fake_hub
 
 from radixmesh.cli import serve
-from radixmesh.cli.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
-from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
+from radixmesh.cli.serve.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
+from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.daemons.cluster.compose.compose import DependencyCondition
 from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
@@ -61,7 +61,7 @@ def test_the_tiny_model_can_be_served() -> None:
 def test_a_model_is_checked_without_torch() -> None:
     """Importing it takes seconds, in which nothing would be started."""
     program = (
-        "import sys, pathlib; from radixmesh.cli import serve; from radixmesh.cli.model_check import check_model; "
+        "import sys, pathlib; from radixmesh.cli.serve.model_check import check_model; "
         f"check_model(pathlib.Path({str(TINY)!r})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -190,7 +190,7 @@ def test_a_hub_out_of_reach_is_said(tmp_path: Path) -> None:
 
 _PROGRAM = """
 import sys
-from radixmesh.cli.model_source import ModelSourceError, find_model_folder
+from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder
 try:
     print(find_model_folder(sys.argv[1], revision=None, say=lambda line: None))
 except ModelSourceError as error:

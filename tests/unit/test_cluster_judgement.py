@@ -100,7 +100,7 @@ def test_a_busy_process_without_a_cpu_starves_and_a_stopped_one_does_not():
             assert time.monotonic() - started < 60
             time.sleep(0.1)
         processes[1].send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
+        os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)  # It stops when it next gets the CPU.
         stopped.take_s()
         started, starved_s = time.monotonic(), starved.take_s()
         time.sleep(1.0)

@@ -303,6 +303,21 @@ def test_a_segment_that_somebody_deletes_costs_its_pages_alone(tmp_path: Path) -
     store.close()
 
 
+def test_a_store_whose_files_are_deleted_goes_on_being_written(tmp_path: Path) -> None:
+    """As by a job that cleans up old files: also of pages that would be rescued from what is deleted next."""
+    store = KvStore(disk(tmp_path))
+    pages = pages_of(1, 40, 4000)
+    store.put(pages).result(30)
+    assert get(store, pages).count(Got.HIT) == 40
+    for path in tmp_path.glob("*.seg"):
+        path.unlink()
+    for chain in range(2, 8):
+        assert store.put(pages_of(chain, 40, 4000)).result(30) == 40
+    assert Got.HIT in get(store, pages_of(7, 40, 4000))
+    assert folder_bytes(tmp_path) <= BUDGET
+    store.close()
+
+
 def test_records_side_by_side_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = KvStore(disk(tmp_path))
     pages = pages_of(1, 12, 4000)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,8 +137,14 @@ def test_stores_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "disk:///nonexistent/kv?budget=1GiB&fsync=often",
         "disk:///nonexistent/kv?budget=1GiB&colour=red",
         "redis://user:secret@host:port/0",
+        "redis://user:secret@[::1/0",
+        "redis://user:secret/more@host:1/0",
+        "redis://user:secret#more@host:1/0",
+        "redis://user:sec?secret@host:1/0",
+        "redis://:secret/@host:1/0",
         "redis://user:secret@host:1/0?expire=soon",
         "redis://user:secret@host:1/0?expire=0",
+        "redis://user:secret@host:1/0?" + "expire=1&" * 17,
         "s3:///prefix",
         "s3://bucket/prefix?endpoint=nothing",
     ],
@@ -146,3 +154,26 @@ def test_urls_that_name_no_store_are_refused_without_their_password(url: str) ->
         open_backend(url)
     assert refused.value.failure is StoreFailure.SETTINGS
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [
+        ("xxhash", "disk:///nonexistent/kv?budget=1GiB", "kv-store"),
+        ("redis", "redis://127.0.0.1:1/0", "kv-redis"),
+        ("boto3", "s3://bucket/prefix", "kv-s3"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_install_it(package: str, url: str, extra: str) -> None:
+    program = (
+        "import sys\n"
+        f"sys.modules[{package!r}] = None\n"
+        "from radixmesh.daemons.worker.kv_store.backend import KvStoreError\n"
+        "try:\n"
+        "    from radixmesh.daemons.worker.kv_store.opening import open_backend\n"
+        f"    open_backend({url!r})\n"
+        "except KvStoreError as error:\n"
+        "    print(error.failure.name, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.startswith("SETTINGS") and f"radixmesh[{extra}]" in done.stdout, done.stdout

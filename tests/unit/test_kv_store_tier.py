@@ -259,6 +259,38 @@ async def test_records_that_begin_anew_end_what_is_under_way() -> None:
     close(side)
 
 
+async def test_a_store_that_hangs_ends_no_fetch_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came is there, and what comes afterwards changes nothing."""
+    monkeypatch.setattr(store_tier, "_BATCH_PAGES", 2)
+    backend = HeldBackend()
+    side = Side(backend)
+    side.save(IDS, [0, 1, 2, 3, 4], value=10)
+    await side.settled(5)
+    is_held = threading.Event()
+    calls, read = iter((True, False)), backend.read
+
+    def held_from_the_second_on(targets: Sequence[object]) -> list[ReadResult]:
+        if not next(calls):
+            backend.go_on.clear()
+            is_held.set()
+        return read(targets)
+
+    backend.read = held_from_the_second_on  # type: ignore[method-assign]
+    loop, passed_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed_s)
+    monkeypatch.setattr(store_tier, "_STORE_S", 1e6)
+    fetching = asyncio.ensure_future(side.fetch(IDS, [5, 6, 7, 8, 9]))
+    while not is_held.is_set():
+        await asyncio.sleep(0.002)
+    passed_s = 2e6
+    assert await fetching == 2
+    assert side.records.filled[[5, 6, 7, 8, 9]].tolist() == [SIZE, SIZE, 0, 0, 0]
+    backend.go_on.set()
+    close(side)
+    assert side.records.filled[7] == 0 and side.pool.memory[[5, 6], 0].tolist() == [10, 11]
+
+
 async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_tier, "_BATCH_PAGES", 1)
     backend = HeldBackend()

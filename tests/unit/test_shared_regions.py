@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 
 import pytest
 
 from radixmesh.daemons.worker.kv_transfer import shared_memory
+from radixmesh.daemons.worker.kv_transfer.receiver import TransferReceiver
+from radixmesh.daemons.worker.kv_transfer.staging import StagingPool
 from radixmesh.worker.v1 import worker_pb2
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux alone has memfd")
@@ -76,3 +79,33 @@ def test_memory_that_cannot_be_mapped_keeps_no_descriptor(monkeypatch: pytest.Mo
         shared_memory.SharedMemory(SIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0])
+
+
+def test_regions_leave_files_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(20, 64)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    transport = shared_memory.SharedMemoryTransport()
+    assert limits[-1] == (64, 64)
+    held = [transport.new_memory(SIZE) for _ in range(20)]
+    assert [type(memory) is shared_memory.SharedMemory for memory in held] == [True] * 16 + [False] * 4
+    held[3].close()
+    del held[3]
+    assert type(transport.new_memory(SIZE)) is shared_memory.SharedMemory
+
+
+def test_quarantined_bytes_are_counted_while_regions_come_and_go() -> None:
+    """By the thread of the metrics, beside the loop to which the regions belong."""
+    receiver = TransferReceiver("w", StagingPool(1 << 20), clock=lambda: 0.0)
+    for name in ("a", "b", "c"):
+        receiver.prepare(name, 1, first_token=0, num_tokens=4, token_bytes=8, lease_s=1.0)
+
+    class GoneMeanwhile:
+        @property
+        def is_quarantined(self) -> bool:
+            receiver.abort("b")
+            return True
+
+    receiver.get("a").reception = GoneMeanwhile()  # type: ignore[assignment]
+    assert receiver.num_quarantined_bytes == receiver.get("a").num_bytes
+    assert len(receiver) == 2

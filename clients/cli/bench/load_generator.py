@@ -12,8 +12,8 @@ import numpy as np
 from radixmesh.cli.bench.gate import Gate
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, fold_ids, next_prompt
 from radixmesh.cli.bench.oracle import made_up_output
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import Target
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import Target
 from radixmesh.cli.bench.workloads import IntArray
 
 _EMPTY = np.zeros(0, np.int32)

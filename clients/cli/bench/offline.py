@@ -15,13 +15,13 @@ import numpy as np
 from radixmesh.cli.access import access_of, add_access_flags
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.request_record import RequestRecord
 from radixmesh.cli.bench.serve_flags import count
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
-from radixmesh.cli.model_check import ModelCheckError
-from radixmesh.cli.model_source import ModelSourceError
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.routers import find_routers
 from radixmesh.cli.serve import serve_environment
+from radixmesh.cli.serve.model_check import ModelCheckError
+from radixmesh.cli.serve.model_source import ModelSourceError
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import ClusterError, NotRunningError
 

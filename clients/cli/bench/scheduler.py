@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Mapping
 
-from radixmesh.cli.bench.replay import Replay
-from radixmesh.cli.bench.replay_config import ReplayConfig
+from radixmesh.cli.bench.replay.replay import Replay
+from radixmesh.cli.bench.replay.replay_config import ReplayConfig
 from radixmesh.cli.bench.workloads import WORKLOADS
 
 _EXIT_USAGE = 2

@@ -19,11 +19,11 @@ from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, load_turns
 from radixmesh.cli.bench.oracle import oracle_of
 from radixmesh.cli.bench.progress_bar import ProgressBar
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.report.sglang_report import sglang_details, sglang_report
+from radixmesh.cli.bench.report.summary import Summary, summarise, summary_lines, summary_rows
 from radixmesh.cli.bench.serve_flags import serve_parser
-from radixmesh.cli.bench.sglang_report import sglang_details, sglang_report
-from radixmesh.cli.bench.summary import Summary, summarise, summary_lines, summary_rows
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.bench.workloads import fixed_lengths
 from radixmesh.cli.routers import find_routers
 from radixmesh.cli.terminal import Terminal
@@ -110,7 +110,7 @@ def _interrupted(load: LoadGenerator) -> str:
 
 def _plotter() -> Callable[[Sequence[RequestRecord], str], str]:
     """Imported only for --plot, and before the load: a missing library must not cost an hour's figures."""
-    from radixmesh.cli.bench.plots import plot_load
+    from radixmesh.cli.bench.report.plots import plot_load
 
     return plot_load
 

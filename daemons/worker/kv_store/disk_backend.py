@@ -230,7 +230,7 @@ class DiskBackend(KvBackend):
             # The disk keeps the bytes until nobody reads them any more, and the budget counts them.
             while segment.users:
                 self._changed.wait()
-        segment.path.unlink()
+        segment.path.unlink(missing_ok=True)
 
     def _used_records(self, segment: Segment, most_bytes: int) -> list[tuple[bytes, bytearray]]:
         """Records that were read since they were written, of at most so many bytes; the newest first."""
@@ -244,14 +244,13 @@ class DiskBackend(KvBackend):
                 wanted.append((key, offset, bytearray(length)))
         if not wanted:
             return []
-        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return [(key, data) for key, offset, data in wanted if read_all(fd, [memoryview(data)], offset)]
+            with open(segment.path, "rb", buffering=0) as file:
+                fd = file.fileno()
+                return [(key, data) for key, offset, data in wanted if read_all(fd, [memoryview(data)], offset)]
         except OSError as error:
             _log.warning("kv_store_pages_not_rewritten", segment=str(segment.path), error=str(error))
             return []
-        finally:
-            os.close(fd)
 
     def _seal(self) -> None:
         """Ends the newest segment. Where its index cannot be written, the next start scans it."""

@@ -22,7 +22,7 @@ def open_backend(url: str, *, rank: int = 0) -> KvBackend:
 
     Raises KvStoreError SETTINGS, IN_USE or UNAVAILABLE; no message holds a password.
     """
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme == "disk":
         options = _options(parts, {"budget", "segment", "fsync"})
         if parts.netloc or not parts.path.startswith("/") or "budget" not in options:
@@ -54,8 +54,24 @@ def open_backend(url: str, *, rank: int = 0) -> KvBackend:
     raise _bad(f"{parts.scheme or 'no'}:// names no store: choose disk, redis, rediss or s3")
 
 
+def _split(url: str) -> SplitResult:
+    """Raises SETTINGS, without what cannot be read: it may be of a password that is not encoded."""
+    parts: SplitResult | None
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Raises for one that is no number.
+    except ValueError:
+        parts = None
+    if parts is None or parts.fragment or "@" in parts.query:
+        raise _bad("the store's URL cannot be read: write / # ? and @ of names and passwords as %2F %23 %3F and %40")
+    return parts
+
+
 def _options(parts: SplitResult, known: set[str]) -> dict[str, str]:
-    options = parse_qs(parts.query, keep_blank_values=True, max_num_fields=16)
+    try:
+        options = parse_qs(parts.query, keep_blank_values=True, max_num_fields=16)
+    except ValueError as error:
+        raise _bad(f"the options of {parts.scheme}:// cannot be read ({error})") from error
     for name, values in options.items():
         if name not in known or len(values) > 1:
             raise _bad(f"{name} is no option of {parts.scheme}://, or is there twice: {', '.join(sorted(known))} are")

@@ -15,10 +15,16 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.kv_store.backend import KvStoreError, StoreFailure
 from radixmesh.daemons.worker.kv_store.keys import KEY_BYTES
+
+try:
+    import xxhash
+except ImportError as error:
+    message = "a store of KV pages needs xxhash: pip install 'radixmesh[kv-store]'"
+    raise KvStoreError(StoreFailure.SETTINGS, message) from error
 
 _FIELDS = struct.Struct("<4sHHIQ32s16s")
 _MAGIC, _VERSION = b"RMKV", 1

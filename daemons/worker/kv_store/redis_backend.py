@@ -48,8 +48,10 @@ class RedisBackend(KvBackend):
             self._client = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, max_connections=16
             )
-        except ValueError as error:
-            raise KvStoreError(StoreFailure.SETTINGS, f"no URL of a Redis server ({error})") from error
+        except ValueError:
+            # Its text may have parts of the password.
+            message = "no URL of a Redis server: write redis://[USER:PASSWORD@]HOST:PORT/DB"
+            raise KvStoreError(StoreFailure.SETTINGS, message) from None
         self._written = 0
 
     def write(self, pages: Sequence[StoredPage]) -> int:

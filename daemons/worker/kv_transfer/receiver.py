@@ -90,8 +90,9 @@ class TransferReceiver:
 
     @property
     def num_quarantined_bytes(self) -> int:
-        """Of regions that are over, and that somebody may still write to."""
-        return sum(region.num_bytes for region in self._regions.values() if region.reception.is_quarantined)
+        """Of regions that are over, and that somebody may still write to. Any thread: metrics are read by their own."""
+        regions = tuple(self._regions.values())
+        return sum(region.num_bytes for region in regions if region.reception.is_quarantined)
 
     def quarantined(self, most: int) -> list[str]:
         """Transfer ids of such regions."""

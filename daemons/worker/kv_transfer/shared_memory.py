@@ -15,13 +15,17 @@ import asyncio
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator
+import resource
+import sys
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.host_process import host_name
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory
@@ -31,6 +35,8 @@ _NAME = "radixmesh-kv"
 _CONTROL_BYTES = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COPY_BYTES = 16 << 20
+# Its own, and that of its mapping. Half of all files are left to connections, and to what else is open.
+_FILES_A_REGION = 2
 
 
 class SharedMemory(RegionMemory):
@@ -78,10 +84,21 @@ class SharedMemory(RegionMemory):
 
 
 class SharedMemoryTransport(GrpcTransport):
-    """Between workers of one host; over gRPC to any other."""
+    """Between workers of one host; over gRPC to any other, and where the process would run out of files."""
+
+    def __init__(
+        self, tls: TlsFiles | None = None, *, before_last_word: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        super().__init__(tls, before_last_word=before_last_word)
+        self._held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+        self._most = _raised_file_limit() // 2 // _FILES_A_REGION
 
     def new_memory(self, num_bytes: int) -> RegionMemory:
-        return SharedMemory(num_bytes)
+        if len(self._held) >= self._most:
+            return RegionMemory(num_bytes)
+        memory = SharedMemory(num_bytes)
+        self._held.add(memory)
+        return memory
 
     @asynccontextmanager
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
@@ -123,6 +140,14 @@ class _SharedWriter(KvWriter):
 
     async def done(self, checksum: int) -> None:
         await self._words.done(checksum)
+
+
+def _raised_file_limit() -> int:
+    """Files that this process may have open, from now on as many as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 async def _to_the_end(target: ByteArray, source: ByteArray) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -49,6 +50,8 @@ _FIRST_KEYS = 16
 # Pages that wait to be stored: ids, no KV. More are not stored, nor what continues them.
 _MAX_WAITING = 1 << 20
 _AFTER_STEP_S = 10.0
+# A store that takes longer for a fetch has brought what came by then: the requests have gone on without it.
+_STORE_S = 5.0
 _POLL_S = 0.002
 
 
@@ -169,7 +172,7 @@ class StoreTier:
         self._num_fetching += 1
         try:
             await _until(lambda: received_step() >= request.after_step, check_holder, request.after_step)
-            keys = await asyncio.to_thread(self._keys_of, request.cache_namespace, ids)
+            keys = await asyncio.to_thread(self.keys_of, request.cache_namespace, ids)
 
             def grant() -> _Granted:
                 check_holder()
@@ -180,6 +183,10 @@ class StoreTier:
             )
         finally:
             self._num_fetching -= 1
+
+    def keys_of(self, namespace: str, ids: IntArray) -> list[bytes]:
+        """Keys of the whole pages of a text, from its beginning."""
+        return page_keys(self._format.root(namespace), ids, self._format.page_size)
 
     def close(self) -> None:
         """Nothing is stored any more. What waits is lost: it is a cache."""
@@ -206,9 +213,6 @@ class StoreTier:
     def _batch_pages(self) -> int:
         return max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._pool.page_bytes))
 
-    def _keys_of(self, namespace: str, ids: IntArray) -> list[bytes]:
-        return page_keys(self._format.root(namespace), ids, self._format.page_size)
-
     def _grant(
         self, pages: IntArray, request: worker_pb2.FetchPagesRequest, loading: IntArray, weights_version: int
     ) -> _Granted:
@@ -232,29 +236,30 @@ class StoreTier:
         run: RunJob,
     ) -> int:
         num_filled, step = 0, self._batch_pages
+        ends = asyncio.get_running_loop().time() + _STORE_S
         try:
-            num = await self._num_there(keys)
+            num = await self._num_there(keys, ends)
             while num_filled < num:
                 part = slice(num_filled, min(num, num_filled + step))
                 data = np.empty((part.stop - part.start, self._pool.page_bytes), np.uint8)
                 wanted = [Page(key, of, row.data) for key, of, row in zip(keys[part], ids[part], data, strict=True)]
-                got = await asyncio.wrap_future(self.store.get(wanted))
+                got = await _until_time(self.store.get(wanted), ends)
                 hits = next((at for at, one in enumerate(got) if one is not Got.HIT), len(got))
                 written = await run(partial(self._write, granted, part, data[:hits], keys, ids))
                 num_filled += written
                 if written < part.stop - part.start:
                     break
-        except KvStoreError as error:
-            _log.info("kv_not_fetched", error=str(error))
+        except (KvStoreError, TimeoutError) as error:
+            _log.info("kv_not_fetched", error=str(error) or f"the store took longer than {_STORE_S:g} s")
         self.num_fetched += num_filled
         self._export()
         return num_filled
 
-    async def _num_there(self, keys: Sequence[bytes]) -> int:
-        """Pages, from the first on, that the store has, as far as it can say."""
+    async def _num_there(self, keys: Sequence[bytes], ends: float) -> int:
+        """Pages, from the first on, that the store has, as far as it can say. Raises TimeoutError."""
         num, part = 0, min(_FIRST_KEYS, self._batch_pages)
         while num < len(keys):
-            has = await asyncio.wrap_future(self.store.contains(keys[num : num + part]))
+            has = await _until_time(self.store.contains(keys[num : num + part]), ends)
             if False in has:
                 return num + has.index(False)
             num, part = num + len(has), min(2 * part, self._batch_pages)
@@ -348,6 +353,12 @@ class StoreTier:
         self.num_stored += self.store.put(pages).result()
         self.num_dropped += int(np.count_nonzero(~is_same))
         return True
+
+
+async def _until_time(future: Future[T], ends: float) -> T:
+    """The result of a call that may go on when nobody waits for it any more. ends: by the loop's clock."""
+    async with asyncio.timeout_at(ends):
+        return await asyncio.wrap_future(future)
 
 
 async def _until(is_true: Callable[[], bool], check: Callable[[], None], step: int) -> None:

@@ -15,11 +15,11 @@ from itertools import count
 import numpy as np
 
 from radixmesh.cli.bench.oracle import Oracle, oracle_of, prompt_of
-from radixmesh.cli.bench.replay_config import ReplayConfig
-from radixmesh.cli.bench.step_costs import StepCosts
-from radixmesh.cli.bench.tree_preload import LONGEST, TreePreload
-from radixmesh.cli.bench.turn_times import TurnTimes
-from radixmesh.cli.bench.virtual_group import Pending, VirtualGroup
+from radixmesh.cli.bench.replay.replay_config import ReplayConfig
+from radixmesh.cli.bench.replay.step_costs import StepCosts
+from radixmesh.cli.bench.replay.tree_preload import LONGEST, TreePreload
+from radixmesh.cli.bench.replay.turn_times import TurnTimes
+from radixmesh.cli.bench.replay.virtual_group import Pending, VirtualGroup
 from radixmesh.cli.bench.workloads import IntArray, Turn, make_workload
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop

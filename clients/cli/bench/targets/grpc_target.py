@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixmesh.cli.bench.load_turn import Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions
 from radixmesh.client import AsyncClient, RadixMeshError
 from radixmesh.daemons.runtime.errors import MeshError
 

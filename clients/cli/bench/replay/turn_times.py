@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from radixmesh.cli.bench.step_costs import percentiles
+from radixmesh.cli.bench.replay.step_costs import percentiles
 from radixmesh.cli.bench.workloads import IntArray, Turn
 from radixmesh.daemons.scheduler.results.outputs import TokenRows
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from radixmesh.cli.bench.load_turn import Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.request_record import RequestRecord
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 
@@ -70,11 +70,11 @@ def open_target(address: str, options: TargetOptions) -> Target:
     # Imported when needed: neither client is small.
     scheme = urlsplit(address).scheme if "://" in address else "grpc"
     if scheme == "grpc":
-        from radixmesh.cli.bench.grpc_target import GrpcTarget
+        from radixmesh.cli.bench.targets.grpc_target import GrpcTarget
 
         return GrpcTarget([one for one in address.removeprefix("grpc://").split(",") if one], options)
     if scheme in ("http", "https"):
-        from radixmesh.cli.bench.openai_target import OpenAITarget
+        from radixmesh.cli.bench.targets.openai_target import OpenAITarget
 
         return OpenAITarget(address, options)
     raise TargetError(f"{address!r} is no target: name grpc://host:port or http://host:port/v1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixmesh.cli.chat_conversation import Conversation
+from radixmesh.cli.chat.conversation import Conversation
 
 COMMANDS = {
     "/help": "this list",

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import numpy as np
 
 from radixmesh.cli.bench.load_turn import Prompt
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import Target, TargetError, TargetOptions
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import Target, TargetError, TargetOptions
 
 try:
     import aiohttp

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.summary import Summary
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.report.summary import Summary
 
 _PERCENTILES = (90, 95, 99)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from radixmesh.cli import up
-from radixmesh.cli.model_check import (
+from radixmesh.cli.serve.model_check import (
     CheckedModel,
     ModelCheckError,
     available_memory,
@@ -17,7 +17,7 @@ from radixmesh.cli.model_check import (
     choose_cpu_dtype,
     count_gpus,
 )
-from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
+from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.cli.terminal import Terminal
 
 _COMPOSE_FILE = Path(__file__).parent / "serve.yml"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from radixmesh.cli.bench.step_costs import StepCosts
-from radixmesh.cli.bench.virtual_group import VirtualGroup
+from radixmesh.cli.bench.replay.step_costs import StepCosts
+from radixmesh.cli.bench.replay.virtual_group import VirtualGroup
 from radixmesh.cli.bench.workloads import VOCAB_SIZE, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.planning.planner import Planner

@@ -6,9 +6,9 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING
 
-from radixmesh.cli.chat_answer import Answer
-from radixmesh.cli.chat_commands import ChatState, run_command
-from radixmesh.cli.chat_input import ChatInput
+from radixmesh.cli.chat.answer import Answer
+from radixmesh.cli.chat.commands import ChatState, run_command
+from radixmesh.cli.chat.input import ChatInput
 from radixmesh.cli.terminal import Terminal
 from radixmesh.client import AsyncClient
 

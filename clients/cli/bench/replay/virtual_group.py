@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from radixmesh.cli.bench.step_costs import StepCosts
-from radixmesh.cli.bench.step_socket import StepSocket
+from radixmesh.cli.bench.replay.step_costs import StepCosts
+from radixmesh.cli.bench.replay.step_socket import StepSocket
 from radixmesh.cli.bench.workloads import VOCAB_SIZE
 from radixmesh.daemons.runtime.steps.result_codec import result_from_proto, result_to_proto
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult

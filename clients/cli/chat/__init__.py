@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from radixmesh.cli.access import Access, access_of, add_access_flags
-from radixmesh.cli.chat_commands import NAMES, ChatState
-from radixmesh.cli.chat_conversation import Conversation
-from radixmesh.cli.chat_input import ChatInput, default_history_file, open_input
-from radixmesh.cli.chat_loop import ChatLoop
+from radixmesh.cli.chat.commands import NAMES, ChatState
+from radixmesh.cli.chat.conversation import Conversation
+from radixmesh.cli.chat.input import ChatInput, default_history_file, open_input
+from radixmesh.cli.chat.loop import ChatLoop
 from radixmesh.cli.routers import find_routers
 from radixmesh.cli.terminal import Terminal
 from radixmesh.client import AsyncClient, RadixMeshError

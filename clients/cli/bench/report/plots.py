@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.cli.bench.target import TargetError
+from radixmesh.cli.bench.report.request_record import RequestRecord
+from radixmesh.cli.bench.targets.target import TargetError
 
 try:
     import matplotlib

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.report.request_record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Workloads against the planner, with simulated workers, in virtual time."""

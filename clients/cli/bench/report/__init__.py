@@ -1,0 +1,1 @@
+"""Records of requests, and the figures, tables and plots that are made of them."""
