@@ -1,9 +1,9 @@
 """Hand-over of KV between two worker processes of one machine, without a GPU, by transport:
 `python bench/kv_handover.py [--transports shared_memory,nixl,grpc] [--runs N] [--write FILE]`; prints JSON.
 
-KV of an 8B shape (128 KiB a token in bfloat16) lies in scattered pages of main memory. A scheduler's calls are made as a
-scheduler makes them: reserve, send (gathered chunk after chunk), wait until it is written, commit (scattered, checked).
-What has arrived is compared. NIXL runs over whatever UCX chooses between processes, and over TCP.
+KV of an 8B shape (128 KiB a token in bfloat16) lies in scattered pages of main memory. Calls are made as a scheduler
+makes them: reserve, send (gathered chunk after chunk), wait until it is written, commit (scattered, checked). What has
+arrived is compared. NIXL runs over whatever UCX chooses between processes, and over TCP.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from radixmesh.worker.v1 import worker_pb2
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.running_daemon import running  # noqa: E402
-from support.worker_client import WorkerClient  # noqa: E402
+from support.running_daemon import running
+from support.worker_client import WorkerClient
 
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
-CHUNK_TOKENS = 2048
-SIZES = ((256, 16), (4096, 16), (4096, 1))
+CHUNK_TOKENS = 1024
+SIZES = ((256, 16), (2048, 16), (2048, 1))
 """Tokens, tokens of a page."""
 
 
@@ -80,7 +80,8 @@ async def measured(name: str, num_tokens: int, page_size: int, runs: int) -> dic
             stack.callback(process.join)
             stack.callback(ours.send, ("end", None))
             pipes.append(ours)
-            addresses.append(await asyncio.to_thread(ours.recv))
+        for role, pipe in zip(("sender", "receiver"), pipes, strict=True):
+            addresses.append(await asyncio.to_thread(pipe.recv))
             clients.append(await stack.enter_async_context(WorkerClient(addresses[-1], role)))
             await clients[-1].hold(1)
         took = [
@@ -163,7 +164,7 @@ async def handed_over(
     return {**took, "total_ms": 1000 * (marks[-1] - marks[0])}
 
 
-async def asked(pipe: Connection, what: str, value: object) -> Any:
+async def asked(pipe: Connection, what: str, value: object) -> Any:  # noqa: ANN401
     pipe.send((what, value))
     return await asyncio.to_thread(pipe.recv)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import multiprocessing
 import os
 import random
@@ -15,7 +14,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from mesh.test_kv_transfer import TIMEOUT_S, Pair, pair
-from support.kv_writers import hold_and_write, write_by_nixl
+from support.kv_writers import hold_and_write, needs_nixl, write_by_nixl
 
 from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
@@ -26,8 +25,6 @@ from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
 from radixmesh.worker.v1 import worker_pb2
 
-HAS_NIXL = importlib.util.find_spec("nixl_cu13") is not None
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="nixl-cu13 is not installed: radixmesh[nixl]")
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
 PROCESS_S = 150.0  # Until a process has started, on a loaded machine.
 KINDS = [TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, NIXL, "elsewhere"]
@@ -179,7 +176,7 @@ def test_every_transport_is_under_the_contract() -> None:
 
 
 @needs_nixl
-@pytest.mark.parametrize("how", ["dies", "ends", "operator"])
+@pytest.mark.parametrize("how", ["dies", *(pytest.param(how, marks=pytest.mark.full) for how in ("ends", "operator"))])
 async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped, it could still write: deregistered memory too, as the library does between processes."""
     async with pair(transfer_transport=TransferTransport.NIXL) as both:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mesh import test_kv_handover
 from mesh.test_kv_transfer import TIMEOUT_S, Pair, pages_of, pair, prefill
-from mesh.test_kv_transports import needs_nixl
+from support.kv_writers import needs_nixl
 from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.arrays import as_ints

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import time
 
 import numpy as np
+import pytest
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer import shared_memory
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
+
+HAS_NIXL = importlib.util.find_spec("nixl_cu13") is not None
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="nixl-cu13 is not installed: radixmesh[nixl]")
 
 
 def write_by_nixl(address: str, pipe) -> None:
