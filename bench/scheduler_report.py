@@ -55,7 +55,7 @@ def _step_cost(report: Run) -> str:
                     for part in ("plan", "encode", "write", "read", "process", "token_batch")
                 ),
                 full["num_steps"],
-                f"{run['yardstick_us']:.0f}",
+                f"{run.get('calibration_us', run.get('yardstick_us')):.0f}",  # Older results have the old name.
             ]
         )
     head = (

@@ -90,6 +90,8 @@ class SchedulerSettings(CommonSettings):
     kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
         "write_through (once cached), selective (once used again) or write_back (when evicted)")  # fmt: skip
     kv_write_hits: int = setting(2, "uses of a cached prefix before the policy selective saves it")
+    kv_host_eviction: str = setting("", "which prefix leaves the workers' host memory first: "
+        f"{', '.join(EVICTION_POLICIES)}; empty: as --eviction")  # fmt: skip
     kv_fetch_min_tokens: int = setting(64, "a request asks the workers' store (--kv-store) for at least so many "
         "tokens that the host lacks; fewer are computed")  # fmt: skip
     kv_load_min_tokens: int = setting(32, "a request waits for KV from the host for at least so many tokens; fewer are "
@@ -137,6 +139,8 @@ class SchedulerSettings(CommonSettings):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
 
+        if self.kv_host_eviction and self.kv_host_eviction not in EVICTION_POLICIES:
+            raise ValueError(f"--kv-host-eviction must be one of {', '.join(EVICTION_POLICIES)}, or empty")
         if self.role is not Role.BOTH and self.cache == "none":
             raise ValueError(f"--role {self.role} needs a prefix cache: what is sent and what arrives is kept there")
         if self.transfer_chunk_tokens < 0:
@@ -181,6 +185,7 @@ class SchedulerSettings(CommonSettings):
             tiers=TierSettings(
                 policy=WritePolicy(self.kv_write_policy),
                 min_hits=self.kv_write_hits,
+                eviction=self.kv_host_eviction,
                 load_min_tokens=self.kv_load_min_tokens,
                 load_timeout_s=self.kv_load_timeout_s,
                 fetch_min_tokens=self.kv_fetch_min_tokens,

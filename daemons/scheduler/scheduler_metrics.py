@@ -125,6 +125,11 @@ class SchedulerMetrics:
         self._add("host late", self._metrics.host_kv_loads.labels("late"), loads.num_late)
         self._add("host wait", self._metrics.host_kv_load_seconds, loads.wait_s)
         self._add("host tokens", self._metrics.host_kv_tokens, loads.num_tokens)
+        fetches = planner.fetches
+        for outcome, num in (("fetched", fetches.num_filled), ("empty", fetches.num_empty), ("late", fetches.num_late)):
+            self._add(f"fetches {outcome}", self._metrics.kv_fetches.labels(outcome), num)
+        self._add("fetch wait", self._metrics.kv_fetch_seconds, fetches.wait_s)
+        self._add("fetch tokens", self._metrics.kv_fetch_tokens, fetches.num_tokens)
 
     def _add(self, name: str, counter: Counter, total: float) -> None:
         """Counters only rise: by what came since the last time."""

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
 from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
-from radixmesh.daemons.worker.backends import add_store, check_backend, create_member, load_model
+from radixmesh.daemons.worker.backends import check_backend, create_member, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.core_config import CoreConfig
@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.service import WorkerService
 from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
 from radixmesh.daemons.worker.simulated.held_transfers import HeldService, TransferHolds, hold_scatters
+from radixmesh.daemons.worker.tiers import add_host_memory, add_store, page_format_of
 from radixmesh.worker.v1 import worker_pb2_grpc
 
 
@@ -61,8 +62,12 @@ class WorkerDaemon(Daemon):
     async def load(self) -> None:
         member = self.core.member
         model = await asyncio.to_thread(load_model, self._settings, member.group, member.experts)
+        page_format = None
+        if self._settings.kv_store or self._settings.host_kv_segment is not None:
+            fingerprint = model.identity.model_fingerprint
+            page_format = await asyncio.to_thread(page_format_of, self._settings, model.runner, fingerprint)
         if self._settings.host_kv_bytes:
-            await asyncio.to_thread(model.runner.add_host_pool, self._settings.host_kv_bytes)
+            await asyncio.to_thread(add_host_memory, self._settings, model.runner, page_format)
         if self._holds is not None:
             hold_scatters(model.runner, self._holds)
         executor = StepExecutor(
@@ -72,10 +77,10 @@ class WorkerDaemon(Daemon):
             blobs=self.core.blobs,
             grammars=model.grammars,
         )
-        if self._settings.kv_store:
-            await asyncio.to_thread(
-                add_store, self._settings, executor, model.identity.model_fingerprint, self._metrics
-            )
+        if executor.host is not None:
+            executor.host.metrics = self._metrics
+        if self._settings.kv_store and page_format is not None:
+            await asyncio.to_thread(add_store, self._settings, executor, page_format, self._metrics)
         self.core.attach(executor, model.identity, model.grammars)
 
     async def drain(self) -> None:
@@ -84,8 +89,8 @@ class WorkerDaemon(Daemon):
     async def close(self) -> None:
         self.core.close()
         executor = self.core.executor
-        if executor is not None and executor.host is not None and executor.host.store is not None:
-            await asyncio.to_thread(executor.host.store.close)
+        if executor is not None and executor.host is not None:
+            await asyncio.to_thread(executor.host.close)
 
     def _transport(self) -> KvTransport | None:
         if not self._settings.transfer_staging_bytes:

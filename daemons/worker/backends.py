@@ -23,26 +23,23 @@ from radixmesh.daemons.runtime.model_folder.fingerprint import (
     tokenizer_fingerprint,
 )
 from radixmesh.daemons.runtime.model_folder.generation_config import read_sampling_defaults
-from radixmesh.daemons.runtime.model_folder.weights_digest import weights_digest
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
-from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import ByGrammar, Drafter, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, ByGrammar, Drafter, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
-from radixmesh.daemons.worker.speculation.settings import NETWORKS
+from radixmesh.daemons.worker.speculation.settings import NETWORKS, Speculation
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
     from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
-    from radixmesh.daemons.worker.plans.executor import StepExecutor
 
 # Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
@@ -82,7 +79,7 @@ def load_model(
     if settings.backend is Backend.CPU:
         return _load_cpu(settings, group, experts)
     if settings.backend is Backend.CUDA:
-        return _load_cuda(settings, group)
+        return _load_cuda(settings, group, experts)
     return _LOADERS[settings.backend](settings)
 
 
@@ -156,11 +153,16 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
             speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
         )
     drafter = ByGrammar(guided, num_forced, free, most)
-    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+    lengths = _draft_lengths(settings, speculation.num_steps, speculation)
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=lengths)
 
 
-def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
-    return DraftLengths(settings.num_slots, max_drafts) if settings.speculative_adaptive else None
+def _draft_lengths(settings: WorkerSettings, max_drafts: int, speculation: Speculation | None) -> DraftLengths | None:
+    """None: steps draft whether that pays or not."""
+    if not settings.speculative_adaptive:
+        return None
+    is_network = speculation is not None and speculation.algorithm in NETWORKS
+    return DraftLengths(settings.num_slots, max_drafts, catch_up=MOST_BEHIND if is_network else 0)
 
 
 def _drafts_nothing(folder: Path) -> MeshError:
@@ -172,7 +174,9 @@ def _drafts_nothing(folder: Path) -> MeshError:
     )
 
 
-def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+def _load_cuda(
+    settings: WorkerSettings, group: Group | None = None, experts: ExpertDispatch | None = None
+) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
     from radixmesh.daemons.worker.cuda.early_context import make_context_beside
 
@@ -180,7 +184,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     assert folder is not None, "settings see to it"
     # Imports beside this process, which takes seconds to import torch. It is told what to compile by running steps, in
     # which ranks that hold the model together would wait for those that have their kernels.
-    compilers = start_compilers(folder, settings) if settings.rank_layout.tp_size == 1 else None
+    is_alone = settings.rank_layout.tp_size == settings.rank_layout.ep_size == 1
+    compilers = start_compilers(folder, settings) if is_alone else None
     make_context_beside(settings.cuda_device)
     from radixmesh.daemons.worker.collectives.rank_group import RankGroup
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
@@ -199,7 +204,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             drafter = drafters().create(speculation.algorithm)
         most = max(num_forced, 0 if speculation is None else speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
+            lengths = _draft_lengths(settings, most, speculation)
+            runner.verify(drafter, max_drafts=most, lengths=lengths, max_forced=num_forced)
 
     runner = load_cuda_runner(
         folder,
@@ -225,12 +231,14 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             speculation=speculation,
             max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
+            ep_transport=settings.ep_transport,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
         meanwhile=lambda: None if grammars is None else grammars.prepare(),
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
+        experts=experts,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
@@ -241,38 +249,6 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
     return _loaded(settings, folder, runner, fingerprint, grammars)
-
-
-def add_store(settings: WorkerSettings, executor: StepExecutor, fingerprint: str, metrics: Metrics) -> None:
-    """Has the executor's host tier keep pages in the store that the settings name.
-
-    fingerprint: of the model, with its types. Reads all weights. Raises KvStoreError, BAD_CHECKPOINT or UNSUPPORTED.
-    """
-    from radixmesh.daemons.worker.kv_store.keys import PageFormat
-    from radixmesh.daemons.worker.kv_store.opening import open_backend
-    from radixmesh.daemons.worker.kv_store.store import KvStore
-    from radixmesh.daemons.worker.plans.store_tier import StoreTier
-
-    host, runner, layout = executor.host, executor.runner, settings.rank_layout
-    assert host is not None, "settings see to it"
-    if settings.model is None or settings.backend is Backend.SIMULATED or settings.load_format == "dummy":
-        message = "--kv-store needs weights that can be told from others: a model folder, and no --load-format dummy"
-        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_store"})
-    page_format = PageFormat(
-        weights_digest=weights_digest(settings.model),
-        compute=f"{settings.backend.value}/{fingerprint}",
-        kv_dtype=runner.kv_dtype,
-        kv_layout=runner.kv_layout,
-        page_size=runner.page_size,
-        shard=layout.tp_rank,
-        num_shards=layout.tp_size,
-    )
-    store = KvStore(open_backend(settings.kv_store, rank=layout.rank))
-    try:
-        host.store = StoreTier(store, page_format, host.pool, host.records, metrics)
-    except MeshError:
-        store.close()
-        raise
 
 
 def _fingerprint(settings: WorkerSettings, folder: Path) -> str:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 
@@ -28,6 +29,8 @@ class HostPool(ABC):
 
     num_pages: int
     page_bytes: int
+    segment: HostSegment | None = None
+    """Has the pages' memory, which outlives the worker; None: it is this process's own."""
 
     @abstractmethod
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
@@ -68,7 +71,7 @@ class ArrayHostPool(HostPool):
     """Rows of bytes; copies run in the call.
 
     planes: views of the device's pages, uint8 [pages of the device, bytes of a page in this plane]. loaded: told of
-    device pages that were written.
+    device pages that were written. segment: where the rows are, not opened yet; None: in memory of this process.
     """
 
     def __init__(
@@ -76,11 +79,16 @@ class ArrayHostPool(HostPool):
         num_bytes: int,
         planes: Mapping[str, npt.NDArray[np.uint8]],
         loaded: Callable[[IntArray], None] | None = None,
+        segment: HostSegment | None = None,
     ) -> None:
+        self.segment = segment
         self.page_bytes = sum(plane.shape[1] for plane in planes.values())
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         self._planes = tuple(planes.values())
-        self._rows = np.empty((self.num_pages, self.page_bytes), np.uint8)
+        if segment is None:
+            self._rows = np.empty((self.num_pages, self.page_bytes), np.uint8)
+        else:
+            self._rows = segment.open(self.num_pages, self.page_bytes)
         self._loaded = loaded
 
     @property

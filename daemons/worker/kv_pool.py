@@ -49,6 +49,7 @@ class KvPool(KvPlanes):
         """share: heads of this rank; None: all."""
         assert scales is None or len(scales) == layout.num_layers, (len(scales), layout.num_layers)
         self._scales = scales
+        self.is_whole = layout.is_whole
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype_name = str(dtype).removeprefix("torch.")
@@ -122,6 +123,12 @@ class KvPool(KvPlanes):
         """Copies tokens, by their numbers in the pool, in all layers and planes; the two do not overlap."""
         for view in self._token_views.values():
             view[target] = view[source]
+
+    def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies tokens, int64 numbers of the pool, in all layers and planes: all are read before any is written."""
+        for view in self._token_views.values():
+            rows = view.view(torch.uint8)
+            rows[targets] = rows[sources]
 
     def read_tokens(self, indexes: torch.Tensor, part: KvShare | None = None) -> torch.Tensor:
         """KV of tokens, int32 numbers of the pool, as uint8: in chunks of CHUNK_TOKENS, of each the rows of plane after

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.guided.guide import Guide
@@ -27,7 +28,7 @@ from radixmesh.daemons.worker.step_handle import StepHandle
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.expert_moves import ExpertMoves
     from radixmesh.daemons.worker.host_pool import HostPool
-from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
+from radixmesh.daemons.worker.host_segment import HostSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class Segment:
     max_tokens: int | None = None
     """Most tokens that a decode may yield: the slot has pages and room for so many. None: the segment yields exactly
     one token if it samples."""
+    parents: IntArray = field(default_factory=empty_ints)
+    """Of a decode with drafts: the row that each of `ids` follows, as in a `DraftTree`; empty: the one before it."""
     task: Task = Task.GENERATE
     is_last_chunk: bool = True
 
@@ -183,7 +186,10 @@ class ModelRunner(ABC):
     kv_dtype: str = ""
     """Element type of KV pages; empty: not known to others, who then share none."""
     kv_layout: str = ""
-    """Fingerprint of how a page lies in memory; empty: likewise."""
+    """Fingerprint of how a page lies in memory, and of the rank's place if it has a part of the heads; empty: likewise.
+    """
+    kv_is_whole: bool = False
+    """True if the other ranks of a tensor-parallel group hold the same KV."""
     kv_token_bytes: int = 0
     """Bytes of the KV of one token in read_kv() and write_kv(); 0: it has neither, and takes part in no transfers."""
     kv_token_layout: str = ""
@@ -194,6 +200,9 @@ class ModelRunner(ABC):
     """Moves experts between the ranks that share them; None: all are here."""
     host_pool: HostPool | None = None
     """Pages of host memory that KV moves to and from; None: there are none."""
+    draft_seconds: float = 0.0
+    """Time of all steps so far that went to drafts: proposing them, and what a network computes beside the target. A
+    device that drafts inside captured steps does not tell."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
@@ -234,9 +243,10 @@ class ModelRunner(ABC):
         """Bytes of the KV of one token in read_kv() of a part."""
         return self.kv_token_bytes // self.kv_share.size * part.size
 
-    def add_host_pool(self, num_bytes: int) -> None:
-        """From now on `host_pool` is there, of at most so many bytes. Raises UNSUPPORTED, or INVALID_ARGUMENT for bytes
-        that cannot be had or hold no page. To be called before an executor is made of the runner."""
+    def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
+        """From now on `host_pool` is there, of at most so many bytes: in `segment`, or, where it is None, in memory of
+        this process. Raises UNSUPPORTED, or INVALID_ARGUMENT for bytes that cannot be had or hold no page. To be called
+        before an executor is made of the runner."""
         message = "this model's runner keeps KV on the device alone: set --host-kv-bytes 0"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "host_tier"})
 

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("xxhash")
 from mesh.test_kills import kill_all
 from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
+from support.cpu_ranks import ranks_of, recited, scheduler_on
+from support.cpu_ranks import texts as ranks_texts
 from support.kv_stores import redis_server
 from support.running_daemon import running
 from support.serve_client import ServeClient, serve_client
@@ -112,6 +114,55 @@ async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) ->
             await second.recite(more)
             await second.stored(more)
             assert await first.recite(more) <= len(more) * 5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "dp_size"),
+    [("tiny-llama", 1, 2), pytest.param("tiny-deepseek", 2, 2, marks=pytest.mark.full)],
+)
+async def test_ranks_find_what_other_ranks_have_computed(
+    tmp_path: Path, model: str, tp_size: int, dp_size: int
+) -> None:
+    """Data-parallel ranks over one Redis server, then another group of them: what any has computed all find."""
+    chosen = ranks_texts(model, 6)
+    num_pages = sum((len(text.prompt) - 1) // 4 for text in chosen)
+    num_prompt = sum(len(text.prompt) for text in chosen)
+    with redis_server(tmp_path) as url:
+        settings = {"num_pages": 200, "page_size": 4, "host_kv_bytes": 8 << 20, "kv_store": url}
+        async with (
+            ranks_of(model, tp_size, dp_size, **settings) as ranks,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            serve_client(daemon.address) as client,
+        ):
+            await recited(client, chosen)
+            tiers = [worker.daemon.core.executor.host.store for _, worker in sorted(ranks.workers.items())]  # type: ignore[union-attr]
+            async with asyncio.timeout(60):
+                # Texts may begin alike. Latents are the same on all ranks of a group: one of them stores.
+                is_mla = model == "tiny-deepseek"
+                while sum(tier.num_stored for tier in tiers) < num_pages * 2 // 3 * (1 if is_mla else tp_size):  # type: ignore[union-attr]
+                    await asyncio.sleep(0.01)
+            if is_mla:
+                assert [tier.num_stored > 0 for tier in tiers] == [True, False] * dp_size  # type: ignore[union-attr]
+        async with (
+            ranks_of(model, tp_size, dp_size, **settings) as ranks,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            serve_client(daemon.address) as client,
+        ):
+            planner = daemon.daemon.loop.planner
+            # Chunks of 7 tokens: what is computed twice at once counts here too.
+            await recited(client, chosen)
+            assert planner.fetches.num_fetched >= num_pages // 2
+            assert planner.counters.prefilled_tokens < num_prompt
+            state = planner.state
+            assert state is not None and all(host.counters.fetched for host in state.hosts)
+            value = daemon.daemon.loop._metrics.registry.get_sample_value
+            async with asyncio.timeout(20):
+                while value("radixmesh_kv_fetch_tokens_total") != planner.fetches.num_tokens:
+                    await asyncio.sleep(0.05)
+            assert value("radixmesh_kv_fetches_total", {"outcome": "fetched"}) >= 2
+            moved = ranks.workers[0].daemon._metrics.registry.get_sample_value
+            assert moved("radixmesh_host_kv_bytes_total", {"move": "loaded"}) > 0
 
 
 async def test_a_host_pool_that_is_too_small_is_served_from_the_store(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mesh.test_kills import kill_all
 from support.cpu_ranks import NUM_TOKENS, ranks_of, recited, scheduler_on
 from support.cpu_ranks import texts as ranks_texts
-from support.running_daemon import running
+from support.running_daemon import Running, running
 from support.serve_client import serve_client
 
 from radixmesh.common.v1 import common_pb2
@@ -120,6 +120,50 @@ async def test_ranks_load_their_shares_together(model: str, tp_size: int, dp_siz
             assert state is not None
             if number % 2:
                 assert sum(host.counters.loaded for host in state.hosts) > 0, number
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "tp_size", "dp_size"),
+    [("tiny-llama", 1, 1), pytest.param("tiny-deepseek", 2, 1, marks=pytest.mark.full)],
+)
+async def test_workers_that_start_again_find_their_host_memory(
+    tmp_path: Path, model: str, tp_size: int, dp_size: int
+) -> None:
+    """One rank starts again, then all: the host has what was saved there, and little is computed."""
+    chosen = ranks_texts(model, 6)
+    segment = {"host_kv_bytes": 8 << 20, "host_kv_segment": tmp_path / "kv"}
+    num_prompt = sum(len(text.prompt) for text in chosen)
+
+    async def prefilled_once(scheduler: Running[SchedulerDaemon]) -> int:
+        planner = scheduler.daemon.loop.planner
+        before = planner.counters.prefilled_tokens
+        async with serve_client(scheduler.address) as client:
+            for text in chosen:
+                await recited(client, [text])
+        return planner.counters.prefilled_tokens - before
+
+    choices = {"decode_reserve_tokens": 16, "kv_load_min_tokens": 1}
+    settings = {"num_pages": NUM_TOKENS // 4, "page_size": 4, **segment}
+    async with ranks_of(model, tp_size, dp_size, **settings) as ranks, scheduler_on(ranks, **choices) as scheduler:
+        cold = await prefilled_once(scheduler)
+        await ranks.restart(tp_size * dp_size - 1)
+        warm = await prefilled_once(scheduler)
+        state = scheduler.daemon.loop.planner.state
+        assert state is not None and sum(host.counters.loaded for host in state.hosts) > 0
+        assert warm < cold and warm < num_prompt // 2
+    async with ranks_of(model, tp_size, dp_size, **settings) as ranks, scheduler_on(ranks, **choices) as scheduler:
+        assert await prefilled_once(scheduler) < num_prompt // 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+async def test_no_stream_notices_kills_of_workers_whose_host_memory_stays(tmp_path: Path) -> None:
+    """The next worker serves pages that the killed one has saved, amid saves and loads."""
+    plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "host_kv_segment": str(tmp_path / "kv")}
+    kills = await kill_all("cpu", plan, worker=worker)
+    assert len(kills) == len(plan)
 
 
 @pytest.mark.slow

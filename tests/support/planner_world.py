@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
+from support.fake_store import FakeStore
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -60,11 +62,13 @@ class World:
         runner: ModelRunner | None = None,
         num_host_pages: int = 0,
         load_token_us: float = 500.0,
+        num_stored: Callable[[int], int] | None = None,
         **choices: object,
     ) -> None:
         """max_tokens_per_row: above 1 a decode yields 0 to so many tokens a step, at random from `row_seed`. runner: in
         place of a simulated one; its sizes count, and nothing is expected of its outputs. num_host_pages: of the host
-        tier; a load takes load_token_us of virtual time a token, so that steps run meanwhile."""
+        tier; a load takes load_token_us of virtual time a token, so that steps run meanwhile. num_stored: of pages
+        that are asked of a store below the host, how many that has; None: there is no store."""
         self.max_tokens_per_row = max_tokens_per_row
         if max_tokens_per_row > 1:
             runner_class = partial(UnevenRunner, max_tokens_per_row=max_tokens_per_row, row_seed=row_seed)  # type: ignore[assignment]
@@ -86,6 +90,7 @@ class World:
             num_pages=runner.num_pages,
             num_slots=num_slots,
             num_host_pages=0 if runner.host_pool is None else runner.host_pool.num_pages,
+            has_kv_store=num_stored is not None and runner.host_pool is not None,
             max_tokens_per_step=max_tokens_per_step,
             max_plans_in_flight=4,
             max_tokens_per_row=runner.max_tokens_per_row,
@@ -104,6 +109,8 @@ class World:
             decode_reserve_tokens=decode_reserve_tokens,
         )
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
+        self._has_store = num_stored is not None
+        self.store = FakeStore(self.planner, lambda: (self.executor,), num_stored or (lambda num: num))
         self.records: dict[tuple[int, int], Record] = {}
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
@@ -147,6 +154,8 @@ class World:
     def plan(self) -> bool:
         plan = self.planner.plan(self.now)
         self.collect()
+        if self._has_store:
+            self.store.collect()
         if plan is None:
             return False
         self.plans.append(plan)
@@ -173,7 +182,7 @@ class World:
         for _ in range(max_steps):
             while self.planner.num_in_flight <= depth and self.plan():
                 pass
-            if not self.execute() and not self.results:
+            if not self.execute() and not self.results and not self.store.step():
                 return
             self.process()
         raise AssertionError(f"not done after {max_steps} steps: {self.planner.num_live} live")
@@ -236,7 +245,7 @@ class World:
         assert not state.retracting and not state.in_flight and not state.releases
         assert pool.num_owned == pool.num_leased == pool.num_quarantined == 0
         assert pool.num_free + pool.num_cached == pool.num_pages
-        assert not self.planner.loads.num_under_way and not pool.num_loading
+        assert not self.planner.loads.num_under_way and not pool.num_loading and not len(self.planner.fetches)
         if state.pages.host is not None:
             host = state.pages.host
             assert not host.has_saves and host.cache.num_evictable == host.cache.num_cached == host.pages.num_used

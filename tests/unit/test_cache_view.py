@@ -30,8 +30,8 @@ NAMES = (Namespace("", 1), Namespace("0:salt", 1), Namespace("", 2))
 
 
 class Replica:
-    """A scheduler's caches, one a data-parallel rank, that prompts are inserted into and evicted from, and the router's
-    view of them."""
+    """A scheduler's caches, one a data-parallel rank and tier, that prompts are inserted into and evicted from, and the
+    router's view of them."""
 
     def __init__(
         self,
@@ -42,11 +42,14 @@ class Replica:
         page_size: int = 1,
         num_pages: int = 600,
         num_ranks: int = 1,
+        host_index: PrefixIndex | None = None,
     ):
-        self.caches = [RadixCache(page_size=page_size, num_pages=num_pages) for _ in range(num_ranks)]
+        num = num_ranks * (1 if host_index is None else 2)
+        self.num_ranks = num_ranks
+        self.caches = [RadixCache(page_size=page_size, num_pages=num_pages) for _ in range(num)]
         self.feed = CacheFeed(max_events=50)
-        self.feed.follow(self.caches)
-        self.view = CacheView(row, index, keys, max_bytes=1 << 30)
+        self.feed.follow(self.caches, num_ranks)
+        self.view = CacheView(row, index, keys, max_bytes=1 << 30, host_index=host_index)
         self.free = [list(range(num_pages)) for _ in self.caches]
         self.watch()
 
@@ -61,13 +64,14 @@ class Replica:
         for rank, content in enumerate(contents):
             content.order()
             for node in content.nodes():
-                event = inserted_on(rank, len(contents), *node)
+                event = inserted_on(rank, len(contents), *node, num_ranks=self.num_ranks)
                 insert = Insert(
                     node=event.node + 1,
                     parent=event.parent + 1,
                     ids=event.ids.astype("<i4").tobytes(),
                     namespace=event.namespace.name,
                     weights_version=event.namespace.weights_version,
+                    is_on_host=event.tier > 0,
                 )
                 self.view.apply(CacheChange(revision=self.revision, inserts=[insert]))
 
@@ -102,9 +106,10 @@ class Replica:
             self.view.apply(cache_change(message))
             self.revision = message.revision
 
-    def cached(self, name: Namespace, ids: IntArray) -> int:
-        """Tokens of the prompt in that one of the scheduler's trees that has most."""
-        return max(cache.probe(name, ids).num_pages * cache.page_size for cache in self.caches)
+    def cached(self, name: Namespace, ids: IntArray, tier: int = 0) -> int:
+        """Tokens of the prompt in that one of the scheduler's trees of a tier that has most."""
+        caches = self.caches[tier * self.num_ranks : (tier + 1) * self.num_ranks]
+        return max(cache.probe(name, ids).num_pages * cache.page_size for cache in caches)
 
 
 def _prompts(rng: np.random.Generator) -> list[IntArray]:
@@ -121,18 +126,17 @@ def _prompts(rng: np.random.Generator) -> list[IntArray]:
     return prompts
 
 
-@pytest.mark.parametrize(("page_size", "num_ranks"), [(1, 1), (16, 1), (1, 3)])
+@pytest.mark.parametrize(("page_size", "num_ranks", "num_tiers"), [(1, 1, 1), (16, 1, 2), (1, 3, 1), (1, 2, 2)])
 @given(seed=st.integers(0, 10_000))
-def test_the_view_equals_the_trees_whatever_happens(page_size: int, num_ranks: int, seed: int) -> None:
+def test_the_view_equals_the_trees_whatever_happens(page_size: int, num_ranks: int, num_tiers: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    keys, index = PromptKeys(seed), PrefixIndex()
-    replicas = [
-        Replica(row, index, keys, page_size=page_size, num_pages=600 // page_size, num_ranks=num_ranks)
-        for row in range(3)
-    ]
+    keys, indexes = PromptKeys(seed), [PrefixIndex() for _ in range(num_tiers)]
+    sizes = {"page_size": page_size, "num_pages": 600 // page_size, "num_ranks": num_ranks}
+    host_index = indexes[1] if num_tiers > 1 else None
+    replicas = [Replica(row, indexes[0], keys, **sizes, host_index=host_index) for row in range(3)]
     prompts = _prompts(rng)
     for _ in range(60):
-        replica, rank = replicas[int(rng.integers(3))], int(rng.integers(num_ranks))
+        replica, rank = replicas[int(rng.integers(3))], int(rng.integers(num_ranks * num_tiers))
         match int(rng.integers(10)):
             case 0:
                 replica.read()
@@ -150,13 +154,15 @@ def test_the_view_equals_the_trees_whatever_happens(page_size: int, num_ranks: i
     for name in NAMES:
         root = keys.root(*name)
         for ids in prompts:
-            found = matched_tokens(index.match(keys.of_prompt(ids.astype("<i4").tobytes(), root)), 3)
-            assert found.tolist() == [replica.cached(name, ids) // BLOCK * BLOCK for replica in replicas]
+            of_prompt = keys.of_prompt(ids.astype("<i4").tobytes(), root)
+            for tier, index in enumerate(indexes):
+                found = matched_tokens(index.match(of_prompt), 3)
+                assert found.tolist() == [replica.cached(name, ids, tier) // BLOCK * BLOCK for replica in replicas]
     for replica in replicas:
         replica.view.clear()
         for _ in replica.view.clear_index():
             pass
-    assert len(index) == 0, "nothing is left of replicas that are gone"
+    assert not any(map(len, indexes)), "nothing is left of replicas that are gone"
 
 
 def _ids(count: int) -> bytes:

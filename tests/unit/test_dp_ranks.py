@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.fake_store import FakeStore
 from support.planner_world import EOS_ID, VOCAB_SIZE, Record, submission
 from support.planner_world import joined as joined_records
 
@@ -43,8 +45,10 @@ class DpWorld:
         num_pages: int = 96,
         max_tokens_per_row: int = 1,
         num_host_pages: int = 0,
+        num_stored: Callable[[int], int] | None = None,
         **choices: object,
     ) -> None:
+        """num_stored: of pages that are asked of a store below the host, how many that has; None: there is no store."""
         self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=0.0)
         common = {
             "page_size": 2,
@@ -69,6 +73,7 @@ class DpWorld:
             num_pages=num_pages,
             num_slots=num_slots,
             num_host_pages=num_host_pages,
+            has_kv_store=num_stored is not None,
             dp_size=num_ranks,
             max_tokens_per_step=32,
             max_plans_in_flight=4,
@@ -80,6 +85,7 @@ class DpWorld:
         )
         settings = PlannerSettings(chunk_tokens=16, check_invariants=True, decode_reserve_tokens=1)
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
+        self.store = FakeStore(self.planner, lambda: self.executors, num_stored or (lambda num: num))
         self.records: list[Record] = []
         self.results: deque[list[StepResult]] = deque()
         self.shapes: list[worker_pb2.ForwardShape] = []
@@ -111,6 +117,7 @@ class DpWorld:
         """Plans once, and has every rank compute its section."""
         plan = self.planner.plan(0.0)
         self.take(self.planner.take_outputs())
+        self.store.collect()
         if plan is None:
             return False
         data = encode_plan(plan, 0, self.group.dp_size, self.group.num_slots)
@@ -128,9 +135,10 @@ class DpWorld:
         for _ in range(max_steps):
             while self.planner.num_in_flight <= depth and self.step():
                 pass
-            if not self.results:
+            if self.results:
+                self.process()
+            elif not self.store.step():
                 return
-            self.process()
         raise AssertionError(f"not done: {self.planner.num_live} live")
 
     def take(self, outputs: Outputs) -> None:
@@ -183,6 +191,48 @@ def test_each_rank_has_a_host_tier_of_its_own(policy: str) -> None:
     moves = [(rank, bool(s.saves), bool(s.loads)) for each in world.sections for rank, s in enumerate(each)]
     assert {rank for rank, has_saves, _ in moves if has_saves} == {0, 1, 2}
     assert {rank for rank, _, has_loads in moves if has_loads} == {0, 1, 2}
+
+
+def test_each_rank_fetches_from_the_store() -> None:
+    """Prompts that no rank has seen: what a store has of them comes to the host of the rank that runs them."""
+    rng = np.random.default_rng(4)
+    tiers = TierSettings(load_min_tokens=1, fetch_min_tokens=4)
+    world = DpWorld(3, num_pages=40, num_host_pages=60, num_stored=lambda num: num - 1, tiers=tiers)
+    for _ in range(3):
+        prompts = [rng.integers(2, VOCAB_SIZE, 40).tolist() for _ in range(9)]
+        records = [world.submit(prompt, max_tokens=4) for prompt in prompts]
+        world.run()
+        assert {world.rank_of(record) for record in records} == {0, 1, 2}
+    world.check()
+    state, planner = world.planner.state, world.planner
+    assert state is not None
+    assert all(host.counters.fetched for host in state.hosts)
+    # But for the last pages, of 2 tokens, of each prompt of 20.
+    assert planner.fetches.num_fetched == 27 * 18 and planner.counters.prefilled_tokens == 27 * 4
+
+
+def test_prefixes_are_loaded_to_their_rank_while_slots_are_full() -> None:
+    world = DpWorld(2, num_slots=1, num_pages=60, num_host_pages=200, tiers=TierSettings(load_min_tokens=1))
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(2, VOCAB_SIZE, 40).tolist() for _ in range(8)]
+    for prompt in prompts:
+        world.submit(prompt, max_tokens=2)
+    world.run()
+    for _ in range(2):
+        world.submit(rng.integers(2, VOCAB_SIZE, 30).tolist(), max_tokens=30)
+    for _ in range(6):
+        world.step()
+        world.process()
+    state = world.planner.state
+    assert state is not None and state.table.num_running == 2
+    record = world.submit(prompts[0], max_tokens=2)
+    before = world.planner.loads.num_loads
+    while world.planner.loads.num_loads == before:
+        assert world.step()
+        world.process()
+    assert state.table.num_running == 2 and not record.tokens, "it is loaded before there is a slot"
+    world.run()
+    world.check()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.planner_world import World, new_executor
 from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_executor
 
 from radixmesh.daemons.runtime.arrays import as_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
@@ -242,6 +242,40 @@ def test_what_the_device_evicts_comes_back(policy):
     assert world.planner.loads.num_loads >= 20
 
 
+def test_pages_of_several_tokens_come_back_too():
+    world = World(
+        num_pages=32,
+        page_size=4,
+        num_slots=4,
+        num_host_pages=256,
+        tiers=tier("write_through", min_hits=1),
+        eos_rate=0.0,
+    )
+    rounds(world, prompts(10), 2)
+    before, loads = world.planner.counters.prefilled_tokens, world.planner.loads.num_loads
+    rounds(world, prompts(10), 2)
+    assert world.planner.counters.prefilled_tokens - before <= 2 * 10 * 4, "the last page of each prompt at most"
+    assert world.planner.loads.num_loads - loads >= 10
+
+
+class _BrokenEvent:
+    is_done = True
+
+    def wait(self):
+        raise MeshError(ErrorReason.ERROR_REASON_STEP_FAILED, "the copy failed")
+
+
+def test_a_copy_that_fails_is_told_and_fills_no_record(monkeypatch):
+    steps = saved_world()
+    tier_of_worker = steps.executor.host
+    monkeypatch.setattr(tier_of_worker.pool, "load", lambda *args, **more: _BrokenEvent())
+    with pytest.raises(MeshError, match="the copy failed"):
+        steps.run(loads=[move([20, 21, 22], [5, 6, 7], op_id=1)], has_forward=True, decodes=[],
+                  admits=[admit(1, [50] * 9)], grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
+        steps.run(chunks=[chunk(1, 1)])
+    assert not steps.executor.records.filled[[20, 21, 22]].any()
+
+
 def test_selective_saves_what_was_used_again():
     world = small_world("selective")
     shared = prompts(1, 40)[0]
@@ -334,6 +368,37 @@ def test_a_prefix_is_saved_as_far_as_there_is_room():
     host.keep(names, np.arange(50, 54, dtype=np.int32), np.arange(2, dtype=np.int32))
     assert host.counters.evicted == 2 and host.num_known(names, np.arange(12, dtype=np.int32)) == 2
     assert not host.find_violation()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_the_host_has_an_eviction_of_its_own(policy):
+    """Room for four prompts: the first one stays, by its priority, though it was used longest ago."""
+    tiers = tier(policy, min_hits=1, eviction="priority")
+    world = World(num_pages=128, num_slots=4, num_host_pages=4 * 60, tiers=tiers, eos_rate=0.0)
+    first, *others = prompts(9)
+    world.submit(first, priority=3)
+    world.run()
+    rounds(world, others, 1)
+    host = world.planner.state.pages.host
+    assert host.counters.evicted > 0
+    names = Namespace("", 1)
+    assert host.num_known(names, as_ints(first)) >= 59 and host.num_known(names, as_ints(others[0])) < 60
+
+
+def test_the_cost_of_a_load_is_what_was_measured():
+    world = small_world(load_token_us=40.0)
+    assert world.planner.loads.cost == 0.25, "nothing was measured"
+    for _ in range(2):
+        for text in prompts(6):
+            world.submit(text)
+            while world.planner.num_live:
+                world.now = world.executor.runner.now_ns() * 1e-9
+                world.plan()
+                assert world.execute()
+                world.process()
+    compute_us = world.planner.estimate.expect_us(1024) / 1024
+    assert world.planner.loads.num_loads >= 6
+    assert world.planner.loads.cost == pytest.approx(40.0 / compute_us, rel=0.3) and compute_us > 40.0
 
 
 def test_the_time_of_loads_is_counted():

@@ -23,7 +23,7 @@ from radixmesh.daemons.worker.kv_store.memory_backend import MemoryBackend
 from radixmesh.daemons.worker.kv_store.store import KvStore, QueueLimits
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans import store_tier
-from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.plans.store_tier import StoreTier
 from radixmesh.worker.v1 import worker_pb2
 
@@ -70,14 +70,14 @@ class HeldBackend(KvBackend):
 class Side:
     """A worker's host memory and tier. The device pages of `plane` are what is saved."""
 
-    def __init__(self, backend: KvBackend, limits: QueueLimits | None = None) -> None:
+    def __init__(self, backend: KvBackend, limits: QueueLimits | None = None, *, puts: bool = True) -> None:
         self.plane = np.zeros((NUM, BYTES), np.uint8)
         self.pool = ArrayHostPool(NUM * BYTES, {"kv": self.plane})
         sizes = Limits(
             page_size=SIZE, num_pages=NUM, num_slots=4, max_tokens_per_step=64, vocab_size=1000, max_total_len=64
         )
-        self.records = PageRecordTable(sizes)
-        self.tier = StoreTier(KvStore(backend, limits=limits), FORMAT, self.pool, self.records)
+        self.records = HostRecords(sizes)
+        self.tier = StoreTier(KvStore(backend, limits=limits), FORMAT, self.pool, self.records, puts=puts)
         self.received_step = 1
         self.is_holder = True
 
@@ -146,6 +146,19 @@ async def test_pages_that_one_saves_another_fetches() -> None:
     # Of a prefix that is here in part, the rest.
     assert await first.fetch(np.concatenate([IDS, more]), [3], previous=1) == 1
     assert first.pool.memory[3, 0] == 30
+    close(first, second)
+
+
+async def test_a_rank_whose_pages_another_stores_puts_none_and_fetches() -> None:
+    """As with latents, which all ranks hold alike."""
+    backend = HeldBackend()
+    first, second = Side(backend), Side(backend, puts=False)
+    second.save(IDS[: 2 * SIZE], [4, 5], value=30)
+    first.save(IDS[: 2 * SIZE], [0, 1], value=30)
+    await first.settled(2)
+    assert second.tier.num_stored == second.tier.num_dropped == 0 and backend.usage().num_pages == 2
+    assert await second.fetch(IDS[: 2 * SIZE], [7, 8]) == 2
+    assert second.pool.memory[[7, 8], 0].tolist() == [30, 31]
     close(first, second)
 
 
@@ -260,7 +273,7 @@ async def test_records_that_begin_anew_end_what_is_under_way() -> None:
 
 
 async def test_a_store_that_hangs_ends_no_fetch_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came is there, and what comes afterwards changes nothing."""
+    """Pages that came by then are there; later ones change nothing."""
     monkeypatch.setattr(store_tier, "_BATCH_PAGES", 2)
     backend = HeldBackend()
     side = Side(backend)

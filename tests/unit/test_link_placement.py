@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
-from radixmesh.daemons.router.placement.cache_view import CacheChange
-from radixmesh.daemons.router.placement.placement import Placement
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
+from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.runtime.cache_namespace import cache_name
@@ -103,3 +106,52 @@ async def test_a_new_stream_to_a_replica_is_another_cache_and_a_new_load_is_not(
     placed.on_load(link)  # type: ignore[arg-type]
     assert placement.replicas.num_outputs[0] == 0, "it left with the stream"
     await placed.close()
+
+
+def replica_with(placement: Placement, address: str, ids: bytes, *, is_on_host: bool, cost: float) -> int:
+    row = placement.add(address)
+    placement.restart(row, 100_000)
+    load = ReplicaLoad(
+        submit_sequence=0,
+        num_running=0,
+        num_waiting=0,
+        waiting_tokens=0,
+        free_tokens=100_000,
+        cached_tokens=0,
+        host_load_cost=cost,
+    )
+    placement.take_load(row, load)
+    insert = Insert(node=1, parent=0, ids=ids, namespace="", weights_version=0, is_on_host=is_on_host)
+    placement.apply(row, CacheChange(revision=1, inserts=[insert]))
+    return row
+
+
+def test_a_prefix_in_host_memory_costs_its_load() -> None:
+    """At a fraction of what computing it costs: less than a prefix that nobody has, more than one on the device."""
+    ids = np.arange(640, dtype="<i4")
+    request = PlacedRequest(prompt_ids=ids.tobytes())
+    placement = Placement(make_policy("cache_aware"))
+    dear = replica_with(placement, "dear", ids[:608].tobytes(), is_on_host=True, cost=0.9)
+    cheap = replica_with(placement, "cheap", ids[:608].tobytes(), is_on_host=True, cost=0.1)
+    half = replica_with(placement, "half", ids[:320].tobytes(), is_on_host=False, cost=0.1)
+    near = replica_with(placement, "near", ids[:608].tobytes(), is_on_host=False, cost=0.1)
+
+    def chosen(*rows: int) -> int:
+        decision = placement.choose(request, rows)
+        assert decision is not None and decision.best_tokens == 608
+        return decision.row
+
+    assert chosen(dear, cheap, half, near) == near
+    assert chosen(dear, cheap, half) == cheap
+    assert chosen(dear, half) == half, "computing half is faster than loading all"
+    assert placement.matched_tokens(request, cheap) == 608
+    for row in (dear, cheap, half, near):
+        placement.remove(row)
+    assert not len(placement._index) and not len(placement._host_index)
+
+
+def test_a_cost_that_is_none_is_not_believed() -> None:
+    link = SchedulerLink.__new__(SchedulerLink)
+    for told, taken in ((0.5, 0.5), (float("nan"), 1.0), (-3.0, 1.0), (1e30, 1.0)):
+        link.load, link._page_size = scheduler_pb2.Load(host_load_cost=told), 1
+        assert link.replica_load().host_load_cost == taken

@@ -45,6 +45,7 @@ class PlannerMachine(RuleBasedStateMachine):
         ),
         load_token_us=st.sampled_from([0.0, 300.0, 5000.0]),
         load_min_tokens=st.sampled_from([1, 1, 16]),
+        store_seed=st.one_of(st.none(), st.integers(0, 1000)),
     )
     def start(
         self,
@@ -63,8 +64,11 @@ class PlannerMachine(RuleBasedStateMachine):
         tier: tuple[float, str],
         load_token_us: float,
         load_min_tokens: int,
+        store_seed: int | None,
     ) -> None:
-        """tier: host pages as a multiple of the device's, and the write policy."""
+        """tier: host pages as a multiple of the device's, and the write policy. store_seed: of how much a store below
+        the host has of what is asked for; None: there is none."""
+        stored = None if store_seed is None else np.random.default_rng(store_seed)
         self.depth = depth
         self.world = World(
             page_size=page_size,
@@ -84,8 +88,13 @@ class PlannerMachine(RuleBasedStateMachine):
             num_host_pages=int(tier[0] * num_tokens // page_size),
             load_token_us=load_token_us,
             tiers=TierSettings(
-                policy=WritePolicy(tier[1]), min_hits=1, load_min_tokens=load_min_tokens, load_timeout_s=5.0
+                policy=WritePolicy(tier[1]),
+                min_hits=1,
+                load_min_tokens=load_min_tokens,
+                load_timeout_s=5.0,
+                fetch_min_tokens=load_min_tokens,
             ),
+            num_stored=None if stored is None else (lambda num: int(stored.integers(0, num + 1))),
         )
         self.cut: dict[tuple[int, int], int] = {}
 
@@ -192,6 +201,10 @@ class PlannerMachine(RuleBasedStateMachine):
         self.world.execute()
 
     @rule()
+    def fetch(self) -> None:
+        self.world.store.step()
+
+    @rule()
     def process(self) -> None:
         self.world.process()
 
@@ -200,6 +213,7 @@ class PlannerMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.plan()
             self.world.execute()
+            self.world.store.step()
             self.world.process()
 
     @rule()

@@ -172,6 +172,7 @@ def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
                 ids=insert.ids,
                 namespace=insert.cache_namespace,
                 weights_version=insert.weights_version,
+                is_on_host=insert.tier == scheduler_pb2.CACHE_TIER_HOST,
             )
             for insert in message.inserts
         ],

@@ -1,7 +1,7 @@
 """One replica's prefix cache as its scheduler reports it, kept in the common index.
 
 Data-parallel ranks have a tree each, and the scheduler chooses the rank: for a router they are one cache, which holds
-a prefix as long as one of them does.
+a prefix as long as one of them does. What lies in host memory is in an index of its own: it has to be loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class ViewTooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insert:
-    """A new leaf. parent 0: at the top of its namespace. ids: i32 array, not empty."""
+    """A new leaf. parent 0: at the top of its namespace. ids: i32 array, not empty. is_on_host: in host memory."""
 
     node: int
     parent: int
     ids: bytes
     namespace: str
     weights_version: int
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,10 @@ class CacheChange:
 class _Node:
     """A run of tokens below its parent. before, after: sums of the prefixes that end at its start and at its end."""
 
-    __slots__ = ("after", "before", "ids", "keys", "num_children", "parent", "start")
+    __slots__ = ("after", "before", "ids", "keys", "num_children", "parent", "start", "tier")
 
-    def __init__(self, parent: int, start: int, ids: bytes, before: int) -> None:
+    def __init__(self, parent: int, start: int, ids: bytes, before: int, tier: _Tier) -> None:
+        self.tier = tier
         self.parent = parent
         self.start = start
         self.ids = ids
@@ -83,18 +85,35 @@ class _Node:
         self.num_children = 0
 
 
-class CacheView:
-    """Nodes by id. Changes are applied as they are reported; the index holds the prefixes that end a block."""
+class _Tier:
+    """Device or host memory: its index, and the prefixes that several trees of it hold, by how many more than one."""
 
-    def __init__(self, replica: int, index: PrefixIndex, keys: PromptKeys, *, max_bytes: int) -> None:
+    __slots__ = ("copies", "index")
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.copies: dict[int, int] = {}
+
+
+class CacheView:
+    """Nodes by id. Changes are applied as they are reported; the index holds the prefixes that end a block, host_index
+    those of trees in host memory (None: the same index)."""
+
+    def __init__(
+        self,
+        replica: int,
+        index: PrefixIndex,
+        keys: PromptKeys,
+        *,
+        max_bytes: int,
+        host_index: PrefixIndex | None = None,
+    ) -> None:
         self._replica = replica
-        self._index = index
+        self._device, self._host = _Tier(index), _Tier(host_index if host_index is not None else index)
         self._keys = keys
         self.max_bytes = max_bytes
         self._nodes: dict[int, _Node] = {}
         self._discarded: list[_Node] = []
-        # Of prefixes that several trees hold: by how many more than one.
-        self._copies: dict[int, int] = {}
         self.num_tokens = 0
         self.num_bytes = 0
         self.weights_version = 0
@@ -119,7 +138,8 @@ class CacheView:
         """All nodes are gone; clear_index() takes their prefixes from the index, which may take long."""
         self._discarded.extend(self._nodes.values())
         self._nodes.clear()
-        self._copies.clear()
+        self._device.copies.clear()
+        self._host.copies.clear()
         self.num_tokens = self.num_bytes = 0
 
     def summary(self, *, max_nodes: int, max_visited: int) -> TreeSummary:
@@ -139,10 +159,11 @@ class CacheView:
 
     def clear_index(self) -> Iterator[None]:
         """Takes discarded prefixes from the index, some thousand at each step. Finish it before the next change."""
-        pending = (key for node in self._discarded for key in node.keys)
-        while batch := list(islice(pending, _KEYS_A_SLICE)):
-            self._index.remove(self._replica, batch)
-            yield
+        for tier in (self._device, self._host):
+            pending = (key for node in self._discarded if node.tier is tier for key in node.keys)
+            while batch := list(islice(pending, _KEYS_A_SLICE)):
+                tier.index.remove(self._replica, batch)
+                yield
         self._discarded.clear()
 
     def _insert(self, insert: Insert) -> None:
@@ -150,15 +171,16 @@ class CacheView:
             raise ViewError(f"node {insert.node} is inserted twice, or has no ids")
         if insert.parent:
             parent = self._node(insert.parent)
-            start, before = parent.start + len(parent.ids) // 4, parent.after
+            start, before, tier = parent.start + len(parent.ids) // 4, parent.after, parent.tier
             parent.num_children += 1
         else:
             start, before = 0, self._keys.root(insert.namespace, insert.weights_version)
+            tier = self._host if insert.is_on_host else self._device
         self.weights_version = max(self.weights_version, insert.weights_version)
-        node = _Node(insert.parent, start, insert.ids, before)
+        node = _Node(insert.parent, start, insert.ids, before, tier)
         self._hash(node)
-        for key in self._index.add(self._replica, node.keys):
-            self._copies[key] = self._copies.get(key, 0) + 1
+        for key in tier.index.add(self._replica, node.keys):
+            tier.copies[key] = tier.copies.get(key, 0) + 1
         self._nodes[insert.node] = node
         self._count(len(insert.ids), 1)
 
@@ -167,7 +189,7 @@ class CacheView:
         cut = 4 * split.num_upper
         if split.upper in self._nodes or split.upper < 1 or not 0 < cut < len(node.ids):
             raise ViewError(f"node {split.node} cannot be split at {split.num_upper}")
-        upper = _Node(node.parent, node.start, node.ids[:cut], node.before)
+        upper = _Node(node.parent, node.start, node.ids[:cut], node.before, node.tier)
         self._hash(upper)
         upper.num_children = 1
         node.parent, node.start, node.ids, node.before = (
@@ -189,7 +211,7 @@ class CacheView:
         self._count(4 * trim.num_left - len(node.ids), 0)
         node.ids = node.ids[: 4 * trim.num_left]
         self._hash(node)
-        self._remove(before[len(node.keys) :])
+        self._remove(node.tier, before[len(node.keys) :])
 
     def _evict(self, number: int) -> None:
         node = self._node(number)
@@ -198,12 +220,12 @@ class CacheView:
         if node.parent:
             self._nodes[node.parent].num_children -= 1
         del self._nodes[number]
-        self._remove(node.keys)
+        self._remove(node.tier, node.keys)
         self._count(-len(node.ids), -1)
 
-    def _remove(self, keys: Sequence[int]) -> None:
+    def _remove(self, tier: _Tier, keys: Sequence[int]) -> None:
         """One tree holds these prefixes no more; others may."""
-        copies = self._copies
+        copies = tier.copies
         if copies:
             last = [key for key in keys if key not in copies]
             for key in keys:
@@ -212,7 +234,7 @@ class CacheView:
                     if not copies[key]:
                         del copies[key]
             keys = last
-        self._index.remove(self._replica, keys)
+        tier.index.remove(self._replica, keys)
 
     def _hash(self, node: _Node) -> None:
         sums = self._keys.sums(node.ids, node.start, node.before)

@@ -84,7 +84,7 @@ class Placement:
         self._view_bytes = view_bytes
         self._now = now
         self._keys = PromptKeys(seed)
-        self._index = PrefixIndex()
+        self._index, self._host_index = PrefixIndex(), PrefixIndex()
         self._sent_index = PrefixIndex()
         self._rows: dict[int, _Replica] = {}
         self._versions: tuple[int, ...] = (0,)
@@ -92,7 +92,7 @@ class Placement:
     def add(self, address: str) -> int:
         """A new replica's row."""
         row = self.replicas.add(address)
-        view = CacheView(row, self._index, self._keys, max_bytes=self._view_bytes)
+        view = CacheView(row, self._index, self._keys, max_bytes=self._view_bytes, host_index=self._host_index)
         sent = SentPrompts(row, self._sent_index, max_keys=_SENT_TOKENS // BLOCK)
         self._rows[row] = _Replica(view, sent)
         return row
@@ -154,11 +154,15 @@ class Placement:
         num_tokens = request.num_tokens
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
         table = self.replicas
-        matched = (
-            self._matched(request, keys)[chosen] if self.policy.needs_matches else np.zeros(len(chosen), dtype=np.int64)
-        )
-        # The last token is always computed.
-        np.minimum(matched, num_tokens - 1, out=matched)
+        matched, load_tokens = np.zeros(len(chosen), dtype=np.int64), None
+        if self.policy.needs_matches:
+            # The last token is always computed.
+            on_device = np.minimum(self._matched(self._index, request, keys)[chosen], num_tokens - 1)
+            matched = on_device
+            if len(self._host_index):
+                on_host = np.minimum(self._matched(self._host_index, request, keys)[chosen], num_tokens - 1)
+                matched = np.maximum(on_device, on_host)
+                load_tokens = (matched - on_device) * table.host_load_costs[chosen]
         candidates = Candidates(
             names=table.addresses,
             rows=chosen,
@@ -167,6 +171,8 @@ class Placement:
             queued_tokens=table.queued_tokens[chosen],
             free_tokens=table.free_tokens[chosen],
             cached_tokens=table.cached_tokens[chosen],
+            load_tokens=load_tokens,
+            slowness=table.slowness(chosen) if self.policy.needs_matches else None,
         )
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
         index = self.policy.pick(num_tokens, first, candidates, request.session)
@@ -189,7 +195,8 @@ class Placement:
         if not self.policy.needs_matches:
             return 0
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
-        return min(int(self._matched(request, keys)[row]), request.num_tokens - 1)
+        matched = max(int(self._matched(index, request, keys)[row]) for index in (self._index, self._host_index))
+        return min(matched, request.num_tokens - 1)
 
     def take_sent(self, decision: Decision, sequence: int) -> None:
         """The output of a decision was sent, as that submit."""
@@ -199,7 +206,8 @@ class Placement:
             self._rows[decision.row].sent.add(decision.keys, self._now())
 
     def tick(self) -> None:
-        """Call every second or so: what was sent is by now in the caches that are reported."""
+        """Call every second or so: what was sent is by now in the caches that are reported, and speeds have changed."""
+        self.replicas.compare_speeds()
         before = self._now() - _SENT_S
         for replica in self._rows.values():
             if replica.is_reported:
@@ -220,13 +228,14 @@ class Placement:
         """About the bytes of all views together."""
         return sum(replica.view.num_bytes for replica in self._rows.values())
 
-    def _matched(self, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64]:
+    def _matched(self, index: PrefixIndex, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64]:
+        """By row, tokens of the request in device memory or in host memory; what was sent counts as in both."""
         count = len(self.replicas)
-        matched = matched_tokens(self._index.match(keys), count)
+        matched = matched_tokens(index.match(keys), count)
         for version in self._versions[1:]:
             # Replicas with other weights: rare, while an update goes round.
             other = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, version))
-            np.maximum(matched, matched_tokens(self._index.match(other), count), out=matched)
+            np.maximum(matched, matched_tokens(index.match(other), count), out=matched)
         if len(self._sent_index):
             np.maximum(matched, matched_tokens(self._sent_index.match(keys), count), out=matched)
         return matched

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from radixmesh.daemons.router.placement.replicas import IntColumn
+from radixmesh.daemons.router.placement.replicas import FloatColumn, IntColumn
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.placement_cost import placement_costs
 
@@ -20,7 +20,7 @@ class Candidates:
     """Replicas that can take an output, in any order; every column has as many entries.
 
     rows: their numbers in `names`, the addresses of all replicas. matched_tokens: of the prompt, that the replica has
-    cached as far as the router knows. Others: see Replicas.
+    cached as far as the router knows. load_tokens, slowness: see placement_costs(). Others: see Replicas.
     """
 
     names: Sequence[str]
@@ -30,6 +30,8 @@ class Candidates:
     queued_tokens: IntColumn
     free_tokens: IntColumn
     cached_tokens: IntColumn
+    load_tokens: FloatColumn | None = None
+    slowness: FloatColumn | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -165,6 +167,8 @@ class CacheAware(PlacementPolicy):
             queued_tokens=candidates.queued_tokens,
             free_tokens=candidates.free_tokens,
             num_outputs=candidates.num_outputs,
+            load_tokens=candidates.load_tokens,
+            slowness=candidates.slowness,
         )
         return int(costs.argmin())
 

@@ -216,6 +216,11 @@ class Metrics:
             "Of these, tokens that sampling confirmed; the others were wasted.",
             ["position"],
         )
+        self.draft_seconds = make.counter(
+            "radixmesh_draft_seconds_total",
+            "worker",
+            "Part of the device time that went to proposing drafts; 0 where captured steps of a GPU propose them.",
+        )
         self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
@@ -301,6 +306,28 @@ class Metrics:
         )
         self.host_kv_load_seconds = make.counter(
             "radixmesh_host_kv_load_seconds_total", by, "Seconds from the plan of a load to its completion, of all."
+        )
+        self.host_kv_bytes = make.counter(
+            "radixmesh_host_kv_bytes_total",
+            "worker",
+            "Bytes of KV copied between device and host memory, by move: saved or loaded.",
+            ["move"],
+        )
+        for move in ("saved", "loaded"):
+            self.host_kv_bytes.labels(move)
+        self.kv_fetches = make.counter(
+            "radixmesh_kv_fetches_total",
+            by,
+            "Fetches from the store of KV: fetched (some pages), empty, and late requests.",
+            ["outcome"],
+        )
+        for outcome in ("fetched", "empty", "late"):
+            self.kv_fetches.labels(outcome)
+        self.kv_fetch_tokens = make.counter(
+            "radixmesh_kv_fetch_tokens_total", by, "Tokens whose KV came from the workers' store to host memory."
+        )
+        self.kv_fetch_seconds = make.counter(
+            "radixmesh_kv_fetch_seconds_total", by, "Seconds from the wish of a fetch to its answer, of all."
         )
         self.expert_balancedness = make.gauge(
             "radixmesh_expert_balancedness",

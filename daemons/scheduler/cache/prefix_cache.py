@@ -123,8 +123,8 @@ class PrefixCache(ABC):
         pages are the caller's.
         """
 
-    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray], None] | None) -> None:
-        """Has evict() tell, before it forgets the end of a prefix, the whole of it: its namespace, tokens and pages.
+    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray, int], None] | None) -> None:
+        """Has evict() tell, before it forgets the end of a prefix, the whole of it: namespace, tokens, pages, priority.
         `evicting` must leave the cache as it is. None = nobody is told. Raises NotImplementedError where a cache cannot
         (EVICTING_CACHES can)."""
         raise NotImplementedError

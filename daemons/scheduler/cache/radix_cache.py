@@ -33,7 +33,7 @@ class RadixCache(PrefixCache):
         super().__init__(page_size=page_size, num_pages=num_pages)
         self._policy = policy or LeastRecentlyUsed()
         self._observer: CacheObserver | None = None
-        self._evicting: Callable[[Namespace, IntArray, IntArray], None] | None = None
+        self._evicting: Callable[[Namespace, IntArray, IntArray, int], None] | None = None
         self._tick = 0
         self._num_cached = 0
         self._num_locked = 0
@@ -135,7 +135,7 @@ class RadixCache(PrefixCache):
             if self._evicting is not None:
                 path = tree.path_to(leaf)[::-1]
                 ids = np.concatenate([tree.nodes.ids[node] for node in path])
-                self._evicting(tree.namespace_of(leaf), ids, tree.pages_of(path))
+                self._evicting(tree.namespace_of(leaf), ids, tree.pages_of(path), tree.nodes.priority[leaf])
             if tree.nodes.num[leaf] > left:
                 evicted.append(tree.trim(leaf, left))
                 break
@@ -152,7 +152,7 @@ class RadixCache(PrefixCache):
         self._num_cached -= len(freed)
         return freed
 
-    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray], None] | None) -> None:
+    def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray, int], None] | None) -> None:
         self._evicting = evicting
 
     def num_used(self, match: Match, times: int) -> int:

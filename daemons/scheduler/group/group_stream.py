@@ -52,6 +52,10 @@ class GroupStream:
         self._tp_size = len(self.rank_streams) // info.dp_size
         self._slots_per_rank = info.num_slots
 
+    def workers_of(self, dp_rank: int) -> Sequence[WorkerStream]:
+        """Streams of the workers that share the batch of a data-parallel rank."""
+        return self.rank_streams[dp_rank * self._tp_size : (dp_rank + 1) * self._tp_size]
+
     @property
     def epoch(self) -> int:
         return self.rank_streams[0].epoch

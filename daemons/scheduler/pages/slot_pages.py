@@ -71,13 +71,13 @@ class SlotPages:
         """The result that match() would have for a sequence's tokens; changes nothing."""
         return self.cache.probe(self.namespace_of(sequence), sequence.token_ids()[: sequence.max_cached_len()])
 
-    def num_found(self, sequence: Sequence) -> int:
-        """Pages of a sequence that some tier has; changes nothing."""
+    def found(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages of a sequence that the device has, and that any tier has; changes nothing."""
         num = self.probe(sequence).num_pages
         if self.host is None:
-            return num
+            return num, num
         ids = sequence.token_ids()[: sequence.max_cached_len()]
-        return max(num, self.host.num_known(self.namespace_of(sequence), ids))
+        return num, max(num, self.host.num_known(self.namespace_of(sequence), ids))
 
     def match(self, sequence: Sequence, probe: Probe | None = None) -> Match:
         """The usable cached prefix of a request's tokens, locked: attach() or unlock it.
@@ -90,8 +90,8 @@ class SlotPages:
         if self._policy is WritePolicy.SELECTIVE and self.host is not None:
             num = self.cache.num_used(match, self.host.settings.min_hits)
             if num:
-                size = self.cache.page_size
-                self.host.keep(self.namespace_of(sequence), ids[: num * size], match.pages[:num])
+                ids, priority = ids[: num * self.cache.page_size], sequence.submission.priority
+                self.host.keep(self.namespace_of(sequence), ids, match.pages[:num], priority)
         return match
 
     def attach(self, slot: int, match: Match) -> None:
@@ -217,7 +217,8 @@ class SlotPages:
             self.pool.cache(taken)
             table.num_owned[slot] -= len(taken)
         if self._policy is WritePolicy.WRITE_THROUGH and self.host is not None:
-            self.host.keep(namespace, ids[: len(match.pages) * cache.page_size], match.pages)
+            ids = ids[: len(match.pages) * cache.page_size]
+            self.host.keep(namespace, ids, match.pages, sequence.submission.priority)
 
     def _unlock(self, slot: int) -> None:
         match = self._table.locks[slot]

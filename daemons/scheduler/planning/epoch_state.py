@@ -62,7 +62,7 @@ class EpochState:
             generations = snapshots[rank].records.generations if snapshots is not None else None
             host: HostCache | None = None
             if tiers is not None and group.num_host_pages:
-                host = HostCache(group.num_host_pages, group.page_size, tiers, eviction, rank)
+                host = HostCache(group.num_host_pages, group.page_size, tiers, tiers.eviction or eviction, rank)
             pool = PagePool(group.num_pages, generations)
             pages = SlotPages(pool, prefixes, self.table, group.weights_version, host)
             if snapshots is not None:

@@ -14,7 +14,7 @@ from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
 from radixmesh.daemons.scheduler.planning.prefill_alignment import PrefillAlignment
-from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, rank_order
+from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, likely_rank, rank_order
 from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
@@ -175,9 +175,12 @@ class Prefill:
                 return self._prefetch(state, sequence)
             return self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
-            self._loads = RankLoads(state)
+            num_parked = self._fetches.num_parked() + self._loads_from_host.num_parked()
+            self._loads = RankLoads(state, num_parked, self._loads_from_host.cost)
         # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
         ranks = rank_order(state, draft, self._loads, sequence, limits.max_running_of_rank)
+        if not ranks:
+            return self._prefetch(state, sequence)
         return any(self._admit_to(state, draft, sequence, rank) for rank in ranks)
 
     def _admit_to(self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int) -> bool:
@@ -206,14 +209,22 @@ class Prefill:
     def _prefetch(self, state: EpochState, sequence: Sequence) -> bool:
         """There is no slot: True if the request has KV on the host that is loaded meanwhile, and so the next one's turn
         comes."""
-        if not state.hosts or state.table.num_ranks > 1:
+        if not state.hosts:
             return False
-        probe = state.pages.probe(sequence)
-        return self._turn(state, sequence, probe, 0) is LoadTurn.PARKED
+        rank = 0 if state.table.num_ranks == 1 else likely_rank(state, sequence)
+        return self._turn(state, sequence, state.ranks[rank].probe(sequence), rank) is LoadTurn.PARKED
 
     def _turn(self, state: EpochState, sequence: Sequence, probe: Probe, rank: int) -> LoadTurn:
-        if state.group.has_kv_store and self._fetches.is_parked(state, sequence, probe):
-            return LoadTurn.PARKED
+        """The outcome of looking below a rank's device for what a request lacks."""
+        if state.group.has_kv_store and self._fetches.is_parked(state, sequence, probe, rank):
+            turn = LoadTurn.PARKED
+        else:
+            turn = self._load_turn(state, sequence, probe, rank)
+        if turn is LoadTurn.PARKED and self._loads is not None:
+            self._loads.num_parked[rank] += 1
+        return turn
+
+    def _load_turn(self, state: EpochState, sequence: Sequence, probe: Probe, rank: int) -> LoadTurn:
         has_pages = self._has_pages(state, sequence, probe.num_pages, rank)
         if not has_pages and not state.table.running_on(rank) and self._loads_from_host.let_go(state):
             has_pages = self._has_pages(state, sequence, probe.num_pages, rank)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as PySequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixmesh.daemons.runtime.placement_cost import placement_costs
+from radixmesh.daemons.runtime.placement_cost import FloatColumn, IntColumn, placement_costs
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -49,13 +50,19 @@ class RecentPrefixes:
 
 
 class RankLoads:
-    """Loads of all ranks at the beginning of a plan, columns int64 [ranks], brought up to date by its admissions."""
+    """Loads of all ranks at the beginning of a plan, columns int64 [ranks], brought up to date by its admissions.
 
-    def __init__(self, state: EpochState) -> None:
+    num_parked: sequences that wait for KV which comes to a rank's memory. They will run there, but have no slot yet.
+    load_cost: time of a token that is loaded from the host, as a share of a computed one's.
+    """
+
+    def __init__(self, state: EpochState, num_parked: Mapping[int, int], load_cost: float) -> None:
+        self.load_cost = load_cost
         table = state.table
         to_prefill = np.maximum(table.target_len - table.planned_len, 0) * (table.live > 0)
         self.queued_tokens = to_prefill.reshape(table.num_ranks, -1).sum(axis=1, dtype=np.int64)
         self.num_outputs = table.running_by_rank().astype(np.int64)
+        self.num_parked = np.array([num_parked.get(rank, 0) for rank in range(table.num_ranks)], np.int64)
         free = [pages.pool.num_free for pages in state.ranks]
         self.free_tokens = np.array(free, np.int64) * state.group.page_size
 
@@ -76,27 +83,37 @@ def rank_order(
     if not len(open_ranks):
         return ()
     num_tokens = sequence.total_len
-    matched = np.zeros(state.table.num_ranks, np.int64)
+    matched, loaded = np.zeros((2, state.table.num_ranks), np.int64)
     chosen = open_ranks
     if len(open_ranks) > _MOST_PROBED:
-        costs = _costs(num_tokens, loads, matched)[open_ranks]
+        costs = _costs(num_tokens, loads, matched, loaded)[open_ranks]
         cheap = open_ranks[np.argpartition(costs, _NUM_CHEAP)[:_NUM_CHEAP]]
         likely = [rank for rank in state.recent.ranks_of(sequence) if has_room[rank]]
         chosen = np.unique(np.concatenate([cheap, np.array(likely, np.int64)]))
     for rank in chosen.tolist():
-        matched[rank] = state.ranks[rank].num_found(sequence) * state.group.page_size
-    costs = _costs(num_tokens, loads, matched)[chosen]
+        on_device, found = state.ranks[rank].found(sequence)
+        matched[rank], loaded[rank] = found * state.group.page_size, (found - on_device) * state.group.page_size
+    costs = _costs(num_tokens, loads, matched, loaded)[chosen]
     order: list[int] = chosen[np.argsort(costs, kind="stable")].tolist()
     return order
 
 
-def _costs(num_tokens: int, loads: RankLoads, matched: np.ndarray[tuple[int], np.dtype[np.int64]]):  # type: ignore[no-untyped-def]
+def likely_rank(state: EpochState, sequence: Sequence) -> int:
+    """The rank that a sequence without a slot will probably get: the one that has most of its prefix in any tier, and
+    of those the one with the fewest outputs. At most eight are looked at."""
+    running = state.table.running_by_rank()
+    ranks = state.recent.ranks_of(sequence) or (int(running.argmin()),)
+    return max(ranks, key=lambda rank: (state.ranks[rank].found(sequence)[1], -int(running[rank])))
+
+
+def _costs(num_tokens: int, loads: RankLoads, matched: IntColumn, loaded: IntColumn) -> FloatColumn:
     return placement_costs(
         num_tokens,
         matched_tokens=matched,
         queued_tokens=loads.queued_tokens,
         free_tokens=loads.free_tokens,
-        num_outputs=loads.num_outputs,
+        num_outputs=loads.num_outputs + loads.num_parked,
+        load_tokens=(loads.load_cost * loaded).astype(np.float64),
     )
 
 

@@ -34,7 +34,8 @@ class FetchCalls:
             return
         for fetch in self._planner.fetches.take_wanted():
             # A page that was evicted for it may be saved to by a plan that the worker does not have yet.
-            after_step = state.last_step_id + any(host.has_saves for host in state.hosts)
+            host = state.ranks[fetch.rank].host
+            after_step = state.last_step_id + (host is not None and host.has_saves)
             task = asyncio.ensure_future(self._fetch(state, fetch, after_step))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -62,10 +63,10 @@ class FetchCalls:
                                 cache_namespace=fetch.cache_name,
                             )
                         )
-                        for rank in self._stream.rank_streams
+                        for rank in self._stream.workers_of(fetch.rank)
                     ]
                 )
-            # Ranks of a group have stores of their own; one may have evicted what another has.
+            # Workers of a rank have stores of their own; one may have evicted what another has.
             num = min(len(fetch.pages), *(answer.num_pages for answer in answers))
         except (MeshError, TimeoutError) as error:
             log.info("kv_not_fetched", error=str(error) or "timeout")

@@ -37,11 +37,13 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """min_hits: uses of a cached prefix before `selective` saves it. load_min_tokens: fewer are computed and not waited
-    for. load_timeout_s: a request that waits for a load longer than that computes its prompt."""
+    """min_hits: uses of a cached prefix before `selective` saves it. eviction: from the host; empty: as on the device.
+    load_min_tokens: fewer are computed and not waited for. load_timeout_s: a request that waits for a load longer than
+    that computes its prompt."""
 
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
     min_hits: int = 2
+    eviction: str = ""
     load_min_tokens: int = 32
     load_timeout_s: float = 2.0
     fetch_min_tokens: int = 64
@@ -101,10 +103,10 @@ class HostCache:
     def release(self, held: Match) -> None:
         self.cache.unlock(held)
 
-    def keep(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> None:
+    def keep(self, namespace: Namespace, ids: IntArray, pages: IntArray, priority: int = 0) -> None:
         """Saves what is missing here of a prefix whose KV lies in these device pages, as far as there is room.
 
-        len(ids) = page_size * len(pages). What is here already counts as used now.
+        len(ids) = page_size * len(pages). What is here already counts as used now. priority: as in PrefixCache.insert.
         """
         size = self.cache.page_size
         held = self.hold(namespace, ids)
@@ -116,7 +118,8 @@ class HostCache:
         if num > 0:
             host_pages = self._take(num)
             all_pages = np.concatenate([held.pages, host_pages])
-            held, _ = self.cache.extend(held, namespace, ids[: size * (known + num)], all_pages)
+            ids = ids[: size * (known + num)]
+            held, _ = self.cache.extend(held, namespace, ids, all_pages, priority=priority)
             self._saves.append(
                 PageMove(
                     device_pages=pages[known : known + num].copy(),

@@ -9,6 +9,7 @@ the pages are the fetch's until the answer. Nothing of a fetch outlives the epoc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -19,14 +20,15 @@ from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 MAX_FETCHES = 8
-"""Under way at a time: a worker refuses more than twice as many."""
+"""Under way at a time on a data-parallel rank: a worker refuses more than twice as many."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class KvFetch:
     """One fetch. ids: the whole prefix, int32, up to the last page that is wanted; held: what of it the host has,
-    locked; pages: host pages for the rest."""
+    locked; pages: host pages for the rest, of the data-parallel rank `rank`."""
 
+    rank: int
     namespace: Namespace
     cache_name: str
     ids: IntArray
@@ -40,7 +42,8 @@ class KvFetch:
 class KvFetches:
     """Of one planner. min_tokens: fewer are computed; timeout_s: a request that waits longer computes its prompt.
 
-    num_fetched: pages that came. num_asked: fetches.
+    num_fetched, num_tokens: pages that came, and their tokens. num_filled, num_empty: fetches that brought some,
+    and none; wait_s: seconds that they took together. num_late: requests that waited too long.
     """
 
     def __init__(self, queue: WaitingQueue, *, min_tokens: int, timeout_s: float) -> None:
@@ -49,8 +52,10 @@ class KvFetches:
         self._fetches: list[KvFetch] = []
         self._wanted: list[KvFetch] = []
         self._asked: set[Sequence] = set()
+        self._begun: list[float] = []
         self._now = 0.0
-        self.num_fetched = self.num_asked = 0
+        self.num_fetched = self.num_tokens = self.num_filled = self.num_empty = self.num_late = 0
+        self.wait_s = 0.0
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -61,29 +66,34 @@ class KvFetches:
         self._wanted.clear()
         self._asked.clear()
 
+    def num_parked(self) -> Counter[int]:
+        """Requests that wait for fetches, by data-parallel rank."""
+        return Counter(fetch.rank for fetch in self._fetches for _ in fetch.sequences)
+
     def take_wanted(self) -> list[KvFetch]:
         """Fetches to be asked of the workers; each is told once."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def is_parked(self, state: EpochState, sequence: Sequence, probe: Probe) -> bool:
-        """Has a waiting request's KV fetched, where the store may have more of it than device and host; parks it until
-        then. probe: of the device. One group of ranks with the same tokens: no data-parallel ranks."""
-        group, pages = state.group, state.pages
+    def is_parked(self, state: EpochState, sequence: Sequence, probe: Probe, rank: int) -> bool:
+        """Has a waiting request's KV fetched to the host of a data-parallel rank, where the store may have more of it
+        than device and host; parks it until then. probe: of the rank's device."""
+        group, pages = state.group, state.ranks[rank]
         host = pages.host
-        if host is None or not group.has_kv_store or group.dp_size > 1 or sequence in self._asked:
+        if host is None or not group.has_kv_store or sequence in self._asked:
             return False
         size, namespace = group.page_size, pages.namespace_of(sequence)
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         num_wanted, num_known = len(ids) // size, host.num_known(namespace, ids)
         if (num_wanted - max(num_known, probe.num_pages)) * size < self._min_tokens:
             return False
-        for fetch in self._fetches:
+        of_rank = [fetch for fetch in self._fetches if fetch.rank == rank]
+        for fetch in of_rank:
             if not fetch.is_late and fetch.namespace == namespace and _num_common(fetch.ids, ids) // size > num_known:
                 # The rest of its own prompt is asked for when this is here.
                 self._park(fetch, sequence)
                 return True
-        if len(self._fetches) >= MAX_FETCHES:
+        if len(of_rank) >= MAX_FETCHES:
             return False
         self._asked.add(sequence)
         held, taken = host.begin_fetch(namespace, ids, num_wanted)
@@ -92,6 +102,7 @@ class KvFetches:
             return False
         end = (len(held.pages) + len(taken)) * size
         fetch = KvFetch(
+            rank=rank,
             namespace=namespace,
             cache_name=sequence.cache_name,
             ids=ids[:end].copy(),
@@ -99,7 +110,6 @@ class KvFetches:
             pages=taken,
             begun_s=self._now,
         )
-        self.num_asked += 1
         self._fetches.append(fetch)
         self._wanted.append(fetch)
         self._park(fetch, sequence)
@@ -110,13 +120,16 @@ class KvFetches:
         if fetch not in self._fetches:
             return  # Of an epoch before.
         self._fetches.remove(fetch)
-        host = state.pages.host
+        host = state.ranks[fetch.rank].host
         assert host is not None
         self.num_fetched += num_pages
+        self.num_tokens += num_pages * state.group.page_size
+        self.num_filled += num_pages > 0
+        self.num_empty += not num_pages
+        self._begun.append(fetch.begun_s)
         self._note_missing(fetch, len(fetch.held.pages) + num_pages, state.group.page_size)
         host.end_fetch(fetch.held, fetch.namespace, fetch.ids, fetch.pages, num_pages)
-        for sequence in fetch.sequences:
-            self._queue.unpark(sequence)
+        self._unpark(fetch)
 
     def _note_missing(self, fetch: KvFetch, num_there: int, page_size: int) -> None:
         """The store lacks the page behind those: who wants that one too has its answer. Otherwise the requests that
@@ -130,20 +143,26 @@ class KvFetches:
     def pass_time(self, now: float) -> None:
         """Ends waits that take too long. Call before each plan."""
         self._now = now
+        # The plan that follows on their answers: what tells of those has no clock.
+        self.wait_s += sum(now - begun_s for begun_s in self._begun)
+        self._begun.clear()
         if self._asked:
             self._asked = {s for s in self._asked if s.lifecycle is Lifecycle.WAITING}
         for fetch in self._fetches:
             if not fetch.is_late and now - fetch.begun_s >= self._timeout_s:
                 fetch.is_late = True
-                for sequence in fetch.sequences:
-                    self._asked.add(sequence)
-                    self._queue.unpark(sequence)
-                fetch.sequences.clear()
+                self.num_late += len(fetch.sequences)
+                self._asked.update(fetch.sequences)
+                self._unpark(fetch)
 
     def _park(self, fetch: KvFetch, sequence: Sequence) -> None:
-        if sequence not in fetch.sequences:
-            fetch.sequences.append(sequence)
+        fetch.sequences.append(sequence)
         self._queue.park(sequence)
+
+    def _unpark(self, fetch: KvFetch) -> None:
+        for sequence in fetch.sequences:
+            self._queue.unpark(sequence)
+        fetch.sequences.clear()
 
 
 def _num_common(first: IntArray, second: IntArray) -> int:

@@ -10,6 +10,7 @@ epoch: a new one finds the pages in the workers' records.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +20,7 @@ from radixmesh.daemons.runtime.steps.step import PageMove
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, Probe
 from radixmesh.daemons.scheduler.cache.radix_tree import num_equal
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
@@ -26,6 +28,10 @@ MAX_TURNS = 32
 """Requests that are parked for loads in one plan: each costs looking into two trees."""
 MAX_LOADS = 64
 """Loads under way, or loaded and waited for, at a time."""
+# Time of a loaded token as a share of a computed one before any was loaded, and the weight of the latest load.
+_FIRST_COST, _WEIGHT = 0.25, 0.2
+# A step of so many tokens is a prefill, whose time goes by its tokens.
+_PREFILL_TOKENS = 1024
 
 
 class LoadTurn(Enum):
@@ -56,15 +62,18 @@ class KvLoad:
 
 
 class KvLoads:
-    """Of one planner. num_tokens, wait_s: tokens loaded so far, and seconds that their loads took together."""
+    """Of one planner. num_tokens, wait_s: tokens loaded so far, and seconds that their loads took together. estimate:
+    of steps, against which loads are measured."""
 
-    def __init__(self, queue: WaitingQueue, *, timeout_s: float) -> None:
+    def __init__(self, queue: WaitingQueue, *, timeout_s: float, estimate: StepEstimate) -> None:
+        self._estimate = estimate
+        self._us_per_token = 0.0
         self._queue = queue
         self._timeout_s = timeout_s
         self._loads: dict[int, KvLoad] = {}
         self._moves: list[PageMove] = []
         self._impatient: set[Sequence] = set()
-        self._begun: list[float] = []
+        self._begun: list[tuple[float, int]] = []
         self._last_op = 0
         self._now = 0.0
         self._turns_left = MAX_TURNS
@@ -75,6 +84,18 @@ class KvLoads:
     def num_under_way(self) -> int:
         """Loads whose completion has not been told."""
         return sum(not load.is_loaded for load in self._loads.values())
+
+    @property
+    def cost(self) -> float:
+        """Time that a request waits for a loaded token, as a share of the time to compute one; measured, at most 1."""
+        compute_us = self._estimate.expect_us(_PREFILL_TOKENS) / _PREFILL_TOKENS
+        if not self._us_per_token or not compute_us:
+            return _FIRST_COST
+        return min(1.0, self._us_per_token / compute_us)
+
+    def num_parked(self) -> Counter[int]:
+        """Requests that wait for loads which are under way, by data-parallel rank."""
+        return Counter(load.rank for load in self._loads.values() if not load.is_loaded for _ in load.sequences)
 
     def need_plan(self, state: EpochState) -> bool:
         """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
@@ -140,7 +161,7 @@ class KvLoads:
             load.is_loaded = True
             self.num_loads += 1
             self.num_tokens += len(load.pages) * state.group.page_size
-            self._begun.append(load.begun_s)
+            self._begun.append((load.begun_s, len(load.pages) * state.group.page_size))
             for sequence in load.sequences:
                 self._queue.unpark(sequence)
 
@@ -156,7 +177,11 @@ class KvLoads:
         """Ends what takes too long, and lets go of what its requests have taken. Call before each plan."""
         self._now = now
         # The plan that follows on their results: what tells of results has no clock.
-        self.wait_s += sum(now - begun_s for begun_s in self._begun)
+        for begun_s, num_tokens in self._begun:
+            self.wait_s += now - begun_s
+            latest_us = (now - begun_s) * 1e6 / num_tokens
+            weight = _WEIGHT if self._us_per_token else 1.0
+            self._us_per_token += weight * (latest_us - self._us_per_token)
         self._begun.clear()
         self._turns_left = MAX_TURNS
         if self._impatient:

@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
+from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
@@ -39,7 +40,8 @@ class _Copy(NamedTuple):
 
 class CudaHostPool(HostPool):
     """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads. loaded:
-    told of device pages that are being loaded, ahead of all steps that may read them.
+    told of device pages that are being loaded, ahead of all steps that may read them. segment: file that the memory is
+    of, not opened yet; None: it is this process's own.
 
     Raises INVALID_ARGUMENT for memory that cannot be had.
     """
@@ -51,13 +53,15 @@ class CudaHostPool(HostPool):
         num_bytes: int,
         spare_page: int,
         loaded: Callable[[IntArray], None] | None = None,
+        segment: HostSegment | None = None,
     ) -> None:
-        self._device, self._loaded = device, loaded
+        self._device, self._loaded, self.segment = device, loaded, segment
         self._planes = tuple(planes.values())
         page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
-        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device)
+        rows = None if segment is None else segment.open(self.num_pages, self.page_bytes)
+        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -66,6 +70,8 @@ class CudaHostPool(HostPool):
         self.num_programs = NUM_PROGRAMS
         # Compiles both kernels: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
+        if segment is not None:
+            segment.uncommit(first)
         self.save(page, first)
         self.load(first, page)
         self.wait()
@@ -134,23 +140,29 @@ class LockedMemory:
     device: threads are on the first one unless told otherwise, and would make a context there.
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
+
+    rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed.
     """
 
-    def __init__(self, num: int, device: torch.device) -> None:
+    def __init__(self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         locked: list[int] = []
 
         def lock(start: int) -> None:
             part = self.words[start : start + _LOCKED_WORDS]
-            part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
+            if rows is None:
+                part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
             with torch.cuda.device(device):
                 torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())
 
         try:
-            memory = mmap.mmap(-1, 4 * num)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            self.words = torch.frombuffer(memory, dtype=torch.int32)
+            if rows is None:
+                memory = mmap.mmap(-1, 4 * num)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+                self.words = torch.frombuffer(memory, dtype=torch.int32)
+            else:
+                self.words = torch.from_numpy(rows.reshape(-1).view(np.int32))
             with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
                 list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
         except (MemoryError, OSError, RuntimeError) as error:

@@ -78,7 +78,12 @@ class ReadResult(Enum):
 
 class KvBackend(ABC):
     """All calls block and may come from several threads at once. Every call raises KvStoreError UNAVAILABLE where the
-    medium fails; memory of a read that was not READ holds anything."""
+    medium fails; memory of a read that was not READ holds anything.
+
+    is_shared: what one process writes others read.
+    """
+
+    is_shared: bool = False
 
     @abstractmethod
     def write(self, pages: Sequence[StoredPage]) -> int:

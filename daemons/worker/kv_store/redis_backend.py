@@ -42,6 +42,8 @@ class RedisBackend(KvBackend):
     when the server needs room.
     """
 
+    is_shared = True
+
     def __init__(self, url: str, *, timeout_s: float = 2.0, expire_s: int | None = None) -> None:
         self._expire_s = expire_s
         try:

@@ -43,6 +43,8 @@ class S3Backend(KvBackend):
     """bucket: is there already. prefix: of object names. num_connections: requests at a time; S3 answers each in tens
     of milliseconds, so a batch needs many. endpoint_url: of a server that is not Amazon's; None: boto3's setting."""
 
+    is_shared = True
+
     def __init__(
         self,
         bucket: str,

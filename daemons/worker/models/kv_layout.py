@@ -33,10 +33,14 @@ class KvPlane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """All planes of a model. A model with a compressed cache has other planes than one with keys and values."""
+    """All planes of a model. A model with a compressed cache has other planes than one with keys and values.
+
+    is_whole: every rank of a tensor-parallel group holds the same KV, not a part of the heads.
+    """
 
     num_layers: int
     planes: tuple[KvPlane, ...]
+    is_whole: bool = False
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Of memory, over all layers and planes."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove, StepPlan
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
@@ -37,14 +40,26 @@ class _Load:
     ids: IntArray
 
 
+class _Save(NamedTuple):
+    """Host pages with the generations that they were granted for it; event: behind the copy."""
+
+    event: DeviceEvent
+    pages: IntArray
+    generations: IntArray
+
+
 class HostTier:
     """Of one executor. `records` are those of host pages; a save fills them at once, since whatever is planned later
     comes behind it. The device's record of a loaded page stays empty until its copy is over."""
 
     def __init__(self, pool: HostPool, limits: Limits) -> None:
         self.pool = pool
-        self.records = PageRecordTable(replace(limits, num_pages=pool.num_pages))
+        self.records = HostRecords(replace(limits, num_pages=pool.num_pages), pool.segment)
+        self._saving: deque[_Save] = deque()
+        """Saves that are not committed yet, in a pool whose memory outlives the worker."""
         self._page_size = limits.page_size
+        self.metrics: Metrics | None = None
+        """Told of the bytes that are copied."""
         self.store: StoreTier | None = None
         """Keeps pages that are saved; None: nothing lies below the host."""
         self._loading: list[_Load] = []
@@ -73,6 +88,11 @@ class HostTier:
         """Copies pages to the host, records included."""
         _chain(moves, device, self.records, weights_version, to_host=True)
         self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
+        if self.pool.segment is not None:
+            pages = _joined([move.host_pages for move in moves])
+            self._saving.append(_Save(self.pool.saved(), pages, self.records.generations[pages]))
+            self._commit_saves()
+        self._count("saved", moves)
         if self.store is not None:
             self.store.saved(moves)
 
@@ -92,6 +112,12 @@ class HostTier:
                 )
             )
         self._last_op = moves[-1].op_id
+        self._count("loaded", moves)
+
+    def _count(self, move: str, moves: Sequence[PageMove]) -> None:
+        if self.metrics is not None:
+            num_pages = sum(len(each.host_pages) for each in moves)
+            self.metrics.host_kv_bytes.labels(move).inc(num_pages * self.pool.page_bytes)
 
     def settle(self, device: PageRecordTable) -> None:
         """Fills the device's records of loads that are over, in the order of their starts."""
@@ -107,6 +133,13 @@ class HostTier:
             num += 1
         del self._loading[:num]
 
+    def _commit_saves(self) -> None:
+        """Commits what has been copied by now."""
+        while self._saving and self._saving[0].event.is_done:
+            save = self._saving.popleft()
+            save.event.wait()  # Raises what the device says if it has failed.
+            self.records.commit(save.pages, save.generations)
+
     def wait_until(self, op_id: int) -> None:
         """Waits for the loads up to an op."""
         for load in self._loading:
@@ -117,6 +150,8 @@ class HostTier:
         """Op ids of loads that have completed and were not told of yet."""
         if self._loading:
             self.settle(device)
+        if self._saving:
+            self._commit_saves()
         loaded, self._loaded = tuple(self._loaded), []
         return loaded
 
@@ -126,6 +161,7 @@ class HostTier:
             load.event.wait()
         self.settle(device)
         self.pool.wait()
+        self._commit_saves()
 
     def begin_epoch(self, device: PageRecordTable) -> None:
         """Copies of the epoch before are over; nobody asks for their ids any more."""
@@ -137,11 +173,21 @@ class HostTier:
         """Empties all host pages; no copy runs."""
         self.records.flush()
 
+    def close(self) -> None:
+        """No step runs any more."""
+        if self.store is not None:
+            self.store.close()
+        self.pool.wait()
+        self._commit_saves()
+        if self.pool.segment is not None:
+            self.pool.segment.close()
+
     def reset(self) -> None:
-        """As in a new process: host pages of another group hold other shares of the KV."""
+        """As in a new process: every rank of a new group begins with what all have."""
         for load in self._loading:
             load.event.wait()
         self.pool.wait()
+        self._commit_saves()
         self._loading.clear()
         self._loaded.clear()
         self._last_op = 0

@@ -32,7 +32,7 @@ from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
-from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
@@ -83,7 +83,8 @@ class RunJob(Protocol):
 class StoreTier:
     """Of one executor. saved(), reset() and the jobs of fetch() run on the step thread, fetch() on the event loop.
 
-    records: of host pages. page_format: of their KV. num_stored, num_fetched: pages.
+    records: of host pages. page_format: of their KV. puts: False: another rank stores the same pages. num_stored,
+    num_fetched: pages.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class StoreTier:
         store: KvStore,
         page_format: PageFormat,
         pool: HostPool,
-        records: PageRecordTable,
+        records: HostRecords,
         metrics: Metrics | None = None,
+        *,
+        puts: bool = True,
     ) -> None:
         memory = pool.memory
         if memory is None:
@@ -102,6 +105,7 @@ class StoreTier:
         self._format, self._pool, self._memory, self._records = page_format, pool, memory, records
         self._keys: dict[int, tuple[int, bytes]] = {}
         """Host page to (generation, key)."""
+        self._puts = puts
         self._era = 0
         self._changed = threading.Condition()
         self._waiting: deque[_Saved] = deque()
@@ -116,6 +120,8 @@ class StoreTier:
 
     def saved(self, moves: Sequence[PageMove]) -> None:
         """Saves were launched, and the records of their pages are filled."""
+        if not self._puts:
+            return
         records, event = self._records, self._pool.saved()
         names = records.namespaces
         for move in moves:
@@ -276,6 +282,7 @@ class StoreTier:
         self._pool.write(pages, data)
         records.ids[pages] = ids[part][:num]
         records.filled[pages] = self._format.page_size
+        records.commit(pages, generations)
         for page, generation, key in zip(pages.tolist(), generations.tolist(), keys[part], strict=False):
             self._keys[page] = (generation, key)
         return num
@@ -321,14 +328,37 @@ class StoreTier:
                 counter.labels(label).inc(max(0, total - self._exported.get((kind, label), 0)))
             self._exported = totals
 
+    def _key_of(self, page: int, generation: int, namespace: str) -> bytes | None:
+        """Key of a host page, or below -1 of the root; None: it, or a page before it, is another by now.
+
+        Pages that a former life of the worker has saved have no key yet, nor those whose own save was dropped.
+        """
+        records, size, era = self._records, self._format.page_size, self._era
+        path: list[tuple[int, int, IntArray]] = []
+        while page >= 0 and ((known := self._keys.get(page)) is None or known[0] != generation):
+            ids, filled = records.ids[page].copy(), int(records.filled[page])
+            above = int(records.previous_pages[page]), int(records.previous_generations[page])
+            # Behind the reads: a grant raises it before it changes anything else.
+            if filled != size or records.generations[page] != generation or len(path) > len(records.filled):
+                return None
+            path.append((page, generation, ids))
+            page, generation = above
+        key = self._format.root(namespace) if page < 0 else self._keys[page][1]
+        with self._changed:
+            if era != self._era:
+                return None
+            for number, of, ids in reversed(path):
+                key = page_keys(key, ids, size)[0]
+                self._keys[number] = (of, key)
+        return key
+
     def _store(self, job: _Saved) -> None:
-        page, generation = job.previous
-        parent = self._keys.get(page) if page >= 0 else (generation, self._format.root(job.namespace))
-        if parent is None or parent[0] != generation:
-            self.num_dropped += len(job.pages)  # The page before was dropped, or is another by now.
+        parent = self._key_of(*job.previous, job.namespace)
+        if parent is None:
+            self.num_dropped += len(job.pages)  # The page before is another by now.
             return
         size = self._format.page_size
-        keys = page_keys(parent[1], job.ids.reshape(-1), size)
+        keys = page_keys(parent, job.ids.reshape(-1), size)
         with self._changed:
             if job.era != self._era:
                 return

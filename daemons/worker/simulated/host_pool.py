@@ -60,6 +60,10 @@ class SimulatedHostPool(HostPool):
         if self._saves:
             self._copy_until(self._saves[-1])
 
+    def write(self, host_pages: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        self._finish_saves(host_pages=host_pages)
+        self.rows[host_pages] = data.view(np.uint64)
+
     def _finish_saves(self, host_pages: IntArray) -> None:
         late = [save for save in self._saves if np.isin(save[1], host_pages).any()]
         if late:

@@ -11,6 +11,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
+from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.simulated.clock import StepClock
 from radixmesh.daemons.worker.simulated.host_pool import SimulatedHostPool
@@ -86,7 +87,8 @@ class SimulatedRunner(ModelRunner):
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
         self.kv[indexes] = data.view(np.uint64)
 
-    def add_host_pool(self, num_bytes: int) -> None:
+    def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
+        assert segment is None, "a simulated worker's host memory goes with it"
         self.host_pool = SimulatedHostPool(
             num_bytes,
             self.kv,

@@ -31,7 +31,9 @@ class DeepseekModel(Model):
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_total_len = config.max_total_len
         self.kv_layout = KvLayout(
-            num_layers=config.num_layers, planes=(KvPlane(name=PLANE, row_shape=(1, config.latent_dim)),)
+            num_layers=config.num_layers,
+            planes=(KvPlane(name=PLANE, row_shape=(1, config.latent_dim)),),
+            is_whole=True,
         )
         self.attention_shape = AttentionShape(
             num_heads=config.num_heads, num_kv_heads=1, head_dim=config.latent_dim, scale=config.softmax_scale
