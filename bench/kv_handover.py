@@ -39,23 +39,23 @@ from support.worker_client import WorkerClient
 
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
 CHUNK_TOKENS = 1024
-SIZES = ((256, 16), (2048, 16), (2048, 1))
-"""Tokens, tokens of a page."""
+PAGE_SIZE = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transports", default="shared_memory,nixl,nixl-tcp,grpc")
+    parser.add_argument("--tokens", default="2048", help="of a prompt, several with commas between")
     parser.add_argument("--runs", type=int, default=5, help="of each case, medians are told")
     parser.add_argument("--write", type=Path, help="file for the results")
     flags = parser.parse_args(argv)
     cases = [
-        asyncio.run(measured(name, num_tokens, page_size, flags.runs))
-        for num_tokens, page_size in SIZES
+        asyncio.run(measured(name, int(num_tokens), PAGE_SIZE, flags.runs))
+        for num_tokens in flags.tokens.split(",")
         for name in flags.transports.split(",")
     ]
     results = {
-        "command": f"python bench/kv_handover.py --runs {flags.runs}",
+        "command": f"python bench/kv_handover.py --tokens {flags.tokens} --runs {flags.runs}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 1),
