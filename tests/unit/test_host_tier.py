@@ -95,6 +95,22 @@ def test_an_answer_without_a_forward_waits_for_loads_before_it():
     assert steps.executor.runner.now_ns() - before > 3_000_000_000
 
 
+def test_an_answer_that_waits_for_loads_holds_up_no_plan_behind_it():
+    steps = saved_world(load_token_us=1e6)
+    executor = steps.executor
+    waiting = executor.launch(steps.plan(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)]))
+    steps.next_step += 1
+    assert not waiting.is_done
+    before = executor.runner.now_ns()
+    parts = {"admits": [admit(1, [50] * 9)], "grants": [grant(1, [8, 9, 10])], "chunks": [chunk(1, 9)]}
+    behind = executor.launch(steps.plan(**parts))
+    steps.next_step += 1
+    waiting.wait()
+    assert waiting.is_done and waiting.result().loaded_ops == ()
+    assert behind.result().loaded_ops == () and executor.runner.now_ns() - before < 1_000_000_000
+    assert steps.run(has_forward=False).loaded_ops == (1,)
+
+
 REFUSED = {
     "a save of a page that is not full": ({"saves": (move([3], [0]),)}, "PAGE_CONFLICT"),
     "a save of no page": ({"saves": (move([32], [0]),)}, "PAGE_CONFLICT"),
