@@ -10,6 +10,7 @@ from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_exe
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
@@ -23,7 +24,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, scatter
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, scatter
 from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
@@ -65,7 +66,7 @@ def test_a_save_reads_before_a_transfer_writes_to_its_pages():
     sent, stamp = executor.runner.read_kv(np.arange(12, dtype=np.int32)) + np.uint8(1), b"s" * STAMP_BYTES
     region = np.concatenate([np.frombuffer(stamp, np.uint8), sent, np.frombuffer(stamp, np.uint8)])
     target = Target(pages=as_ints([0, 1, 2]), generations=as_ints([2, 2, 2]), previous_page=-1, ids=ids, namespace="")
-    assert scatter(executor, target, region, stamp) is Failure.NONE
+    assert scatter(executor, target, [WrittenPart(region, stamp, WHOLE_KV)]) is Failure.NONE
     steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
     assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == (sent - np.uint8(1)).tolist()
     assert executor.runner.read_kv(np.arange(12, dtype=np.int32)).tolist() == sent.tolist()
