@@ -42,13 +42,15 @@ SEED = 18
 RECOVERY_S = 240.0
 
 
-async def run_cell(mesh_name: str, service: str, number: signal.Signals, times: int) -> dict[str, object]:
+async def run_cell(
+    mesh_name: str, service: str, number: signal.Signals, times: int, backend: str = "cpu"
+) -> dict[str, object]:
     """Faults one after the other, as clients saw them."""
     compose, model = MESHES[mesh_name]
     fault_injection._RECOVERY_S = RECOVERY_S
     pick = random.Random(f"{SEED} {mesh_name} {service} {number.name}")
     kills: list[Kill] = []
-    async with running_mesh(compose, model=model, services={"worker-rank-1": {"cpu_threads": 1}}) as mesh:
+    async with running_mesh(compose, model=model, services=_settings(backend)) as mesh:
         jobs = sorted(recitations(model, with_sampled=False), key=lambda job: len(job.answers[0].ids))
         async with StreamLoad(mesh.client, jobs[-2 * NUM_STREAMS :], num_streams=NUM_STREAMS) as load:
             await load.all_progressed(0.0)
@@ -76,11 +78,23 @@ async def run_cell(mesh_name: str, service: str, number: signal.Signals, times: 
         }
 
 
+def _settings(backend: str) -> dict[str, dict[str, object]]:
+    """Of the ranks; on GPUs in float32, in which the tiny models recite."""
+    if backend == "cpu":
+        return {"worker-rank-1": {"cpu_threads": 1}}
+    num_gpus = max(1, torch.cuda.device_count())
+    cuda = {"backend": "cuda", "dtype": "float32"}
+    return {"worker": {**cuda, "cuda_device": 0}, "worker-rank-1": {**cuda, "cuda_device": 1 % num_gpus}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10, help="faults of a cell")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--services", nargs="+", default=list(SERVICES), choices=list(SERVICES))
+    parser.add_argument("--signals", nargs="+", default=[number.name for number in SIGNALS])
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"), help="cuda: rank r on GPU r")
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {"cells": {}}
     found |= {
@@ -90,21 +104,22 @@ def main() -> None:
         "streams": NUM_STREAMS,
     }
     for name in args.meshes:
-        for service in SERVICES:
-            for number in SIGNALS:
+        for service in args.services:
+            for number in (signal.Signals[name] for name in args.signals):
                 cell = f"{name}; {service}; {number.name}"
                 if found["cells"].get(cell, {}).get("faults", 0) >= args.times:
                     continue
                 began, load = time.monotonic(), os.getloadavg()[0]
                 try:
-                    row = asyncio.run(run_cell(name, service, number, args.times))
+                    row = asyncio.run(run_cell(name, service, number, args.times, args.backend))
                 except Exception as error:  # A cell that did not end is a finding too.
                     row = {"faults": 0, "error": repr(error)[:500]}
                 loads = [round(each, 1) for each in (load, os.getloadavg()[0])]
                 row |= {"seconds": round(time.monotonic() - began, 1), "load_average": loads}
                 found["cells"][cell] = row
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
-                print(json.dumps({cell: row}), flush=True)
+                print(json.dumps({cell: row}), file=sys.stderr, flush=True)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

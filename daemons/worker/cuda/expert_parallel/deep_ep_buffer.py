@@ -6,6 +6,7 @@ Ranks are masked where its kernels give up waiting for them (its "shrink mode"):
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from radixmesh.daemons.worker.group_member import RankLost
 # Handles and ids that ranks tell each other are some hundred bytes.
 _MOST_BYTES = 4096
 _LENGTH_BYTES = 4
+_LEAST_DEPTH = 1024
 
 
 def import_deep_ep() -> ModuleType:
@@ -46,6 +48,9 @@ class DeepEpBuffer:
         num_bytes = module.Buffer.get_low_latency_rdma_size_hint(
             shape.max_rows, shape.hidden_size, shape.num_ranks, shape.num_slots
         )
+        # Queues of its transport hold all that is sent at once.
+        depth = max(_LEAST_DEPTH, 1 << (2 * shape.max_rows + 1).bit_length())
+        os.environ["NVSHMEM_QP_DEPTH"] = str(max(depth, int(os.environ.get("NVSHMEM_QP_DEPTH", "0"))))
         try:
             self._buffer = module.Buffer(
                 None,
