@@ -12,6 +12,7 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
@@ -268,6 +269,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             dtype=attention.kv_dtype,
             device=where,
             scales=loaded.kv_scales,
+            share=model.kv_heads and KvShare(*model.kv_heads.share, model.kv_heads.total),
         )
         device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
