@@ -79,7 +79,7 @@ def load_model(
     if settings.backend is Backend.CPU:
         return _load_cpu(settings, group, experts)
     if settings.backend is Backend.CUDA:
-        return _load_cuda(settings, group)
+        return _load_cuda(settings, group, experts)
     return _LOADERS[settings.backend](settings)
 
 
@@ -174,7 +174,9 @@ def _drafts_nothing(folder: Path) -> MeshError:
     )
 
 
-def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+def _load_cuda(
+    settings: WorkerSettings, group: Group | None = None, experts: ExpertDispatch | None = None
+) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
     from radixmesh.daemons.worker.cuda.early_context import make_context_beside
 
@@ -182,7 +184,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     assert folder is not None, "settings see to it"
     # Imports beside this process, which takes seconds to import torch. It is told what to compile by running steps, in
     # which ranks that hold the model together would wait for those that have their kernels.
-    compilers = start_compilers(folder, settings) if settings.rank_layout.tp_size == 1 else None
+    is_alone = settings.rank_layout.tp_size == settings.rank_layout.ep_size == 1
+    compilers = start_compilers(folder, settings) if is_alone else None
     make_context_beside(settings.cuda_device)
     from radixmesh.daemons.worker.collectives.rank_group import RankGroup
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
@@ -228,12 +231,14 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             speculation=speculation,
             max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
+            ep_transport=settings.ep_transport,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
         meanwhile=lambda: None if grammars is None else grammars.prepare(),
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
+        experts=experts,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.

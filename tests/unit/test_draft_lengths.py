@@ -170,3 +170,17 @@ def test_steps_with_chunks_lose_no_trial() -> None:
     assert 1 / _run(lengths, 1, 1.12, 0.7, 600, has_chunks=lambda number: number % 3 != 0) > 2
     # Their tokens still say what drafts yield.
     assert _run(lengths, 1, 1.12, 0.0, 600, has_chunks=lambda number: True) < 1.02
+
+
+def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
+    """Its first step drafts where drafts pay for all others, and does not where they are never right."""
+    for acceptance, is_drafted in ((0.9, True), (0.0, False)):
+        lengths = DraftLengths(64, K)
+        _run(lengths, 8, 1.4, acceptance, 600)
+        if is_drafted:  # A single step tells little.
+            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), K, None)
+        fresh = np.arange(8, 16, dtype=np.int32)
+        for slot in fresh:
+            lengths.admitted(int(slot))
+        chosen = [lengths.choose(fresh, is_alone=False) for _ in range(8)]
+        assert chosen == [K * is_drafted] * 8, acceptance

@@ -31,6 +31,9 @@ class Metrics:
         self._make_queue_metrics(make)
         self._make_step_metrics(make)
         self._make_cache_metrics(make)
+        self._make_tier_metrics(make)
+        self._make_expert_metrics(make)
+        self._make_transfer_metrics(make)
         self.errors = make.counter("radixmesh_errors_total", _ALL, "Typed errors that left this daemon.", ["reason"])
         self.tasks = make.gauge("radixmesh_tasks", _ALL, "Asyncio tasks that are not done.")
         self.restarts = make.counter(
@@ -164,6 +167,14 @@ class Metrics:
         self.router_queue_bytes = make.gauge(
             "radixmesh_router_queue_bytes", "router", "Bytes of the requests that wait for a scheduler."
         )
+        self.router_credits = make.gauge(
+            "radixmesh_router_credits", "router", "Outputs sent to schedulers whose loads do not include them yet."
+        )
+        self.router_imbalance = make.gauge(
+            "radixmesh_router_imbalance",
+            "router",
+            "Tokens that wait for prefill at the scheduler with most of them, to the mean; 0 = none wait.",
+        )
         self.router_queue_refused = make.counter(
             "radixmesh_router_queue_refused_total",
             "router",
@@ -282,6 +293,9 @@ class Metrics:
             by,
             "Share of KV pages that could not be granted now: neither free nor evictable.",
         )
+
+    def _make_tier_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.host_kv_pages = make.gauge(
             "radixmesh_host_kv_pages", by, "Pages of the workers' host memory that hold KV, of all data-parallel ranks."
         )
@@ -329,6 +343,9 @@ class Metrics:
         self.kv_fetch_seconds = make.counter(
             "radixmesh_kv_fetch_seconds_total", by, "Seconds from the wish of a fetch to its answer, of all."
         )
+
+    def _make_expert_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.expert_balancedness = make.gauge(
             "radixmesh_expert_balancedness",
             by,
@@ -345,6 +362,9 @@ class Metrics:
         self.expert_move_longest_seconds = make.gauge(
             "radixmesh_expert_move_longest_seconds", by, "Longest time that a step was given to moving experts."
         )
+
+    def _make_transfer_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.kv_transfers = make.counter(
             "radixmesh_kv_transfers_total",
             by,

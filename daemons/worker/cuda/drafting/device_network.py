@@ -31,17 +31,8 @@ from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
-from radixmesh.kernels.sampling.follow import (
-    ChainRows,
-    FreshTokens,
-    NetworkRows,
-    NetworkShape,
-    chain_rows,
-    follow_chunks,
-    follow_rows,
-    tokens_written,
-    write_entries,
-)
+from radixmesh.kernels.sampling.follow import chain_rows, follow_chunks, follow_rows, tokens_written, write_entries
+from radixmesh.kernels.sampling.network_rows import ChainRows, FreshTokens, NetworkRows, NetworkShape
 from radixmesh.kernels.sampling.sample import TokenTarget
 
 LEAST_CHUNKS = 32
