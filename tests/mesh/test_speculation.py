@@ -141,7 +141,7 @@ async def test_outputs_whose_prompts_another_worker_computed_are_drafted(algorit
     jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))[:8]
     flags = flags_of(algorithm, "tiny-llama", topk)
     services = {"worker-prefill": {"cpu_threads": 1, **flags}, "scheduler-prefill": {"check_invariants": "true"}}
-    async with running_mesh("pd", worker={**flags, "num_pages": 1024}, services=services) as mesh:
+    async with running_mesh("pd", worker=flags, services=services) as mesh:
         # The second time their beginnings are cached.
         for _ in range(2):
             got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
