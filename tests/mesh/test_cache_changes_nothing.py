@@ -7,10 +7,12 @@ running requests retracted all the time. Tokens and logprobs must be the same to
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from support.family_folders import FAMILIES, family_folder, family_model
 from support.running_daemon import running
 from support.serve_client import Seen, serve_client
 
@@ -57,15 +59,18 @@ def wishes_of(model: str, num: int) -> list[Wish]:
 
 
 async def run(
-    model: str,
+    model: str | Path,
     wishes: list[Wish],
     page_size: int,
     *,
     num_tokens: int = NUM_TOKENS,
     kv_dtype: str = "auto",
+    tiers: Mapping[str, object] | None = None,
+    num_rounds: int = 1,
     **choices: object,
 ) -> Run:
-    """All wishes at once. Memory for so many tokens."""
+    """All wishes at once, as many times as there are rounds; the outputs of the last one. Memory for so many tokens.
+    tiers: settings of the worker."""
     worker_settings = WorkerSettings(
         backend=Backend.CPU,
         model=MODELS / model,
@@ -75,6 +80,7 @@ async def run(
         max_total_len=192,
         cpu_threads=1,
         kv_dtype=kv_dtype,
+        **(tiers or {}),  # type: ignore[arg-type]
     )
     async with running(WorkerDaemon, worker_settings) as worker:
         settings = SchedulerSettings(
@@ -83,10 +89,16 @@ async def run(
             **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "decode_reserve_tokens": 1, **choices},  # type: ignore[arg-type]
         )
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
-            handles = [
-                await client.submit(wish.prompt, max_tokens=MAX_TOKENS, sampling=wish.sampling) for wish in wishes
-            ]
-            outputs = await client.over(*handles, timeout_s=240.0)
+            for _ in range(num_rounds):
+                handles = [
+                    await client.submit(wish.prompt, max_tokens=MAX_TOKENS, sampling=wish.sampling) for wish in wishes
+                ]
+                outputs = await client.over(*handles, timeout_s=240.0)
+            if tiers is not None:
+                state = scheduler.daemon.loop.planner.state
+                assert state is not None and state.hosts[0].counters.loaded > 0
+                if "kv_store" in tiers:
+                    assert scheduler.daemon.loop.planner.fetches.num_fetched > 0
             async with open_channel(scheduler.address) as channel:
                 stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
                 return Run(outputs, await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5))
@@ -101,7 +113,7 @@ def compare(run: Run, plain: Run) -> None:
         assert output.finished.reason == expected.finished.reason, number
 
 
-async def undisturbed(model: str, wishes: list[Wish], **settings: str) -> Run:
+async def undisturbed(model: str | Path, wishes: list[Wish], **settings: str) -> Run:
     """No cache, and memory for all."""
     plain = await run(model, wishes, 1, num_tokens=4096, cache="none", **settings)
     assert not plain.state.num_retractions and not plain.state.prompt_cached_tokens
@@ -120,6 +132,41 @@ def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) ->
         assert not state.prompt_cached_tokens
 
 
+def tiers_of(policy: str, num_host_tokens: int = 4000, **worker: object) -> dict[str, Any]:
+    """Settings of a run with memory of the host for so many tokens. worker: more of the worker's."""
+    of_worker = {"host_kv_bytes": num_host_tokens * 4096, **worker}
+    return {"tiers": of_worker, "kv_write_policy": policy, "kv_write_hits": 1, "kv_load_min_tokens": 1}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("policy", ["write_through", "selective", "write_back"])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek", "gemma2", "phi3"])
+async def test_outputs_are_the_same_through_all_tiers(tmp_path: Path, model: str, policy: str) -> None:
+    """A host with room for all; one for a third, with a disk below it; and a disk that is full most of the time.
+
+    gemma2 and phi3: random weights and sliding windows shorter than the prompts.
+    """
+    folder: str | Path = model
+    if model in FAMILIES:
+        folder = family_folder(family_model(model), tmp_path)
+    is_random = isinstance(folder, Path)
+    wishes = wishes_of("tiny-llama" if is_random else model, 18)
+    if is_random:
+        wishes = [Wish([id % 90 for id in wish.prompt], wish.sampling) for wish in wishes]
+    plain = await undisturbed(folder, wishes)
+    pytest.importorskip("xxhash")
+    for number, tiers in enumerate(
+        (
+            tiers_of(policy),
+            tiers_of(policy, 160, kv_store=f"disk://{tmp_path}/large?budget=64MiB"),
+            tiers_of(policy, 160, kv_store=f"disk://{tmp_path}/full?budget=2MiB&segment=1MiB"),
+        )
+    ):
+        more = {"kv_fetch_min_tokens": 1} if number else {}
+        compare(await run(folder, wishes, 4, num_rounds=3, **tiers, **more), plain)
+
+
 async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache() -> None:
     """All who share a page read what was quantised once; without a cache each computes and quantises its own."""
     wishes = wishes_of("tiny-llama", 12)
@@ -127,6 +174,8 @@ async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache
     cached = await run("tiny-llama", wishes, 4, cache="radix", kv_dtype="fp8")
     compare(cached, plain)
     check_pressure(cached.state, is_cached=True)
+    tiered = await run("tiny-llama", wishes, 4, kv_dtype="fp8", num_rounds=2, **tiers_of("write_back"))
+    compare(tiered, plain)
     full = await undisturbed("tiny-llama", wishes)
     assert [seen.logprobs for seen in full.outputs] != [seen.logprobs for seen in plain.outputs], "KV was quantised"
 
