@@ -84,8 +84,8 @@ class Replica:
     async def serving(self, former: EpochState | None = None) -> EpochState:
         """Waits for a claimed worker, of another epoch than the former one."""
         async with asyncio.timeout(_START_S):
-            while (state := self.planner.state) is None or state is former:
-                await asyncio.sleep(0.05)  # noqa: ASYNC110
+            while (state := self.planner.state) is None or state is former:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         return state
 
     async def first_requests(self, prompts: Sequence[list[int]]) -> dict[str, float]:
