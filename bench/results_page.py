@@ -308,14 +308,15 @@ def _endurance(_: Mapping[str, Any]) -> list[str]:
         [service, str(len(group)), _range(group, "back_s"), _range(group, "stall_s"), _range(group, "adopted_tokens")]
         for service, group in by_service.items()
     ]
-    quiet = " and ".join(f"{entry['ms_per_step']:.2f}" for entry in soak["quiet"])
+    runs = soak.get("baseline", soak.get("quiet"))  # Older results have the old name.
+    baseline = " and ".join(f"{entry['ms_per_step']:.2f}" for entry in runs)
     return [
         *("## Endurance", ""),
         wrapped(
             f"{soak['minutes']:.0f} minutes of the whole mesh under mixed random load with cancelled requests "
             f"(`{soak['command']}`, commit {soak['commit']}): {requests['begun']:,} requests, {requests['tokens']:,} "
             f"tokens, {soak['lost']} lost, {len(soak['problems'])} problems, {len(soak['logs']['errors'])} errors in "
-            f"the logs. Steps of 256 rows took {quiet} ms before and after; after a flush all "
+            f"the logs. Steps of 256 rows took {baseline} ms before and after; after a flush all "
             f"{soak['at_rest']['free_pages_after_flush']:,} pages were free."
         ),
         "",

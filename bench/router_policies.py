@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(sorted(POLICIES)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--seed", type=int, default=1, help="of the workloads")
+    parser.add_argument("--slow", type=float, default=1.0, help="a quarter of the replicas takes so many times as long")
     parser.add_argument("--plot", type=Path, help="draw the figures into this file (.svg, .png); needs matplotlib")
     parser.add_argument("--of", type=Path, help="JSON of an earlier run to draw, instead of a run")
     options = parser.parse_args()
@@ -52,7 +53,8 @@ def main() -> None:
 def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
     return {
         f"{workload}/{count}": {
-            policy: Run(policy, workload, int(count), options.seed).result() for policy in options.policies.split(",")
+            policy: Run(policy, workload, int(count), options.seed, options.slow).result()
+            for policy in options.policies.split(",")
         }
         for workload in options.workloads.split(",")
         for count in options.replicas.split(",")
@@ -68,14 +70,18 @@ class _Round:
 
 
 class Run:
-    """One policy on one workload. Events are (time, number, kind, replica)."""
+    """One policy on one workload. Events are (time, number, kind, replica).
 
-    def __init__(self, policy: str, workload: str, num_replicas: int, seed: int = 1) -> None:
+    slow: a step of the last quarter of the replicas takes so many times as long.
+    """
+
+    def __init__(self, policy: str, workload: str, num_replicas: int, seed: int = 1, slow: float = 1.0) -> None:
         self._now = 0.0
         random = np.random.default_rng(seed)
         conversations, concurrency, kv_tokens = WORKLOADS[workload](random, num_replicas)
         self._placement = Placement(make_policy(policy), now=lambda: self._now, seed=0)
-        self._replicas = [ReplicaModel(StepCost(), BlockCache(kv_tokens)) for _ in range(num_replicas)]
+        costs = [StepCost().slowed(slow if 4 * number >= 3 * num_replicas else 1.0) for number in range(num_replicas)]
+        self._replicas = [ReplicaModel(cost, BlockCache(kv_tokens)) for cost in costs]
         self._rows = [self._placement.add(f"replica-{n:04}") for n in range(num_replicas)]
         for row in self._rows:
             self._placement.restart(row, kv_tokens)

@@ -18,7 +18,7 @@ import numpy as np
 from radixmesh.cli.bench.report.plots import Curve, Panel, plot_panels
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, PLOT = ROOT / "bench" / "results", ROOT / "docs" / "scheduler-bench.md", "scheduler-step-cost.svg"
+RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "scheduler-bench.md"
 Run = dict[str, Any]  # JSON.
 
 
@@ -33,8 +33,9 @@ def main() -> None:
                 rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=text: m[1] + t + m[2], page, flags=re.DOTALL
             )
             assert count == 1, f"the page has no place for {name}"
-            if name == "step-cost":
-                (ROOT / "docs" / PLOT).write_text(_plot(report["runs"]))
+            if name in PLOTS:
+                file_name, plot = PLOTS[name]
+                (ROOT / "docs" / file_name).write_text(plot(report["runs"]))
     PAGE.write_text(page)
 
 
@@ -55,7 +56,7 @@ def _step_cost(report: Run) -> str:
                     for part in ("plan", "encode", "write", "read", "process", "token_batch")
                 ),
                 full["num_steps"],
-                f"{run['yardstick_us']:.0f}",
+                f"{run.get('calibration_us', run.get('yardstick_us')):.0f}",  # Older results have the old name.
             ]
         )
     head = (
@@ -245,6 +246,28 @@ def _plot(runs: list[Run]) -> str:
         )
 
     return plot_panels((panel(256), panel(1024)), "CPU time of a scheduler's step")
+
+
+def _plot_ranks(runs: list[Run]) -> str:
+    num_ranks = np.array([run["ranks"] for run in runs], np.float64)
+    parts = ("plan", "encode", "process", "step", "step_p99")
+    curves = [
+        Curve(name=part.replace("_", " "), x=num_ranks, y=np.array([run[f"{part}_ms"] for run in runs]))
+        for part in parts
+    ]
+    goal = Curve(name="goal of a step", x=num_ranks, y=np.full(len(num_ranks), 10.0))
+    panel = Panel(
+        title="128 rows a rank", x_label="data-parallel ranks", y_label="ms", curves=(*curves, goal), has_log_x=True
+    )
+    each = Curve(name="step", x=num_ranks, y=np.array([1e3 * run["step_ms"] / run["ranks"] for run in runs]))
+    of_rank = Panel(title="a rank's part", x_label="data-parallel ranks", y_label="us", curves=(each,), has_log_x=True)
+    return plot_panels((panel, of_rank), "CPU time of a scheduler's step with many ranks")
+
+
+PLOTS: dict[str, tuple[str, Callable[[list[Run]], str]]] = {
+    "step-cost": ("scheduler-step-cost.svg", _plot),
+    "ranks": ("scheduler-ranks.svg", _plot_ranks),
+}
 
 
 def _table(head: str, rows: list[list[object]]) -> str:

@@ -136,7 +136,7 @@ def run_in(tree: Path, arguments: Sequence[object]) -> dict[str, object]:
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
     report: dict[str, object] = json.loads(done.stdout)
-    return {"arguments": " ".join(words), "yardstick_us": calibration, "load_average": round(load, 2), **report}
+    return {"arguments": " ".join(words), "calibration_us": calibration, "load_average": round(load, 2), **report}
 
 
 def _calibration_us() -> float:
@@ -159,7 +159,7 @@ def machine() -> str:
 
 def _line(run: dict[str, object]) -> str:
     names = (
-        "yardstick_us",
+        "calibration_us",
         "load_average",
         "hit_rate",
         "oracle_hit_rate",

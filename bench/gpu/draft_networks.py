@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import Drafter
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
@@ -103,7 +103,7 @@ def main() -> None:
     ngram = {rows: bench.stream(rows, args.context, args.tokens, args.drafts)["ms"] for rows in args.rows}
     results = []
     for acceptance, is_adaptive in [*((share, False) for share in args.acceptances), (0.0, True)]:
-        lengths = DraftLengths(max(args.rows), args.drafts) if is_adaptive else None
+        lengths = DraftLengths(max(args.rows), args.drafts, catch_up=MOST_BEHIND) if is_adaptive else None
         runner.verify(forced(runner, acceptance), max_drafts=args.drafts, graph_rows=rows_of_graphs, lengths=lengths)
         for rows in args.rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)

@@ -135,6 +135,43 @@ SHAPES: dict[str, dict[str, object]] = {
         "bos_token_id": 100000,
         "eos_token_id": 100001,
     },
+    # DeepSeek-V3 with as many of its 61 layers as two GPUs hold in FP8.
+    "deepseek-v3-12-layers": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -260,7 +297,10 @@ def weights(name: str) -> Weights:
         rank, nope, rope, value = (
             s[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         )
-        attention = hidden * (num_heads * (nope + rope + value) + rank + rope) + num_heads * rank * (nope + value)
+        queries = num_heads * (nope + rope)
+        into = s.get("q_lora_rank", 0)
+        query = hidden * into + into * queries if into else hidden * queries
+        attention = query + hidden * (num_heads * value + rank + rope) + num_heads * rank * (nope + value)
     else:
         attention = hidden * 2 * (num_heads + s["num_key_value_heads"]) * s["head_dim"]
     num_experts = s.get("n_routed_experts", s.get("num_experts", 0))

@@ -16,7 +16,7 @@ Prints one JSON document, a line of progress every 30 s on stderr, and exits wit
 - kills: back_s until the daemon was healthy; stall_s, first_token_s: longest pause of any stream between two tokens,
   and before its first one, until the next kill.
 - at_rest: pages, queue and journal when all requests are over, and free pages after a flush of the cache.
-- quiet: decode steps of all slots before and after; drift: device time over time, normalised by a linear model.
+- baseline: decode steps of all slots before and after; drift: device time over time, normalised by a linear model.
 - lives: memory and files of each process, and growth a minute; gpu: its memory in use.
 - logs: errors (none is excused), warnings, and those that a kill explains.
 """
@@ -242,7 +242,7 @@ class Soak:
             "probe_mismatches": mismatches,
             "kills": self._kills(clients),
             "at_rest": at_rest.fields(),
-            "quiet": [asdict(run) for run in self._baseline],
+            "baseline": [asdict(run) for run in self._baseline],
             "drift": asdict(drift) if drift is not None else None,
             "lives": [asdict(life) for life in lives],
             "gpu": gpu,

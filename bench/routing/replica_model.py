@@ -27,6 +27,9 @@ class StepCost:
     def of(self, rows: int, tokens: int) -> float:
         return self.base + self.row * rows + self.token * tokens
 
+    def slowed(self, factor: float) -> StepCost:
+        return StepCost(base=factor * self.base, row=factor * self.row, token=factor * self.token)
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -178,6 +181,7 @@ class ReplicaModel:
             waiting_tokens=sum(job.num_prompt for job in self.waiting),
             free_tokens=max(0, self.cache.num_free) * BLOCK,
             cached_tokens=self.cache.num_cached * BLOCK,
+            token_us=1e6 * self.cost.token,
         )
 
     def changes(self) -> list[CacheChange]:

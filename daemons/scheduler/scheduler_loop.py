@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.progress import Progress
-from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
@@ -18,7 +18,7 @@ from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
 from radixmesh.daemons.scheduler.grammar_puts import GrammarPuts
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
-from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
+from radixmesh.daemons.scheduler.plan_sender import PlanSender
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.routers.load_push import LoadPush
@@ -33,8 +33,6 @@ from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 log = get_logger(__name__)
 
 _TICK_S = 0.1
-# A holder that says nothing for 5 s counts as dead to other schedulers.
-_HEARTBEAT_S = 1.0
 _EXPORT_S = 0.5
 # After an epoch without a single step: whatever ended it may well end the next one.
 _FUTILE_PAUSE_S = 0.2
@@ -76,13 +74,12 @@ class SchedulerLoop:
         self._wake = asyncio.Event()
         self._results: deque[Sequence[StepResult]] = deque()
         self._loss: BaseException | None = None
-        self.lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
-        now = self._last_sent_s = self._last_export_s = self._clock()
+        now = self._last_export_s = self._clock()
         self._loads = LoadPush(self.planner, self.streams, now)
         self._timeout = StepTimeout(settings.step_timeout_s, now)
-        # Steps sent while nothing ran, and the device time of their results.
-        self._sent_idle, self._sent_idle_us = range(0), 0.0
-        self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
+        self.sender = PlanSender(
+            self.planner, self._timeout, clock, depth=settings.fixed_depth, metrics=self._step_metrics
+        )
         self._has_first_tokens = False
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
@@ -189,12 +186,10 @@ class SchedulerLoop:
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshots)
         self._results.clear()
         self._loss = None
-        self._sent_idle = range(0)
-        self._batch_ends.clear()
-        self.lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
-        self._last_sent_s = self._clock()
-        self._timeout.restart(self._last_sent_s)
-        log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
+        self.sender.begin_epoch(claimed.info.max_plans_in_flight)
+        now = self._clock()
+        self._timeout.restart(now)
+        log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(now - start, 4))
         if self._metrics is not None:
             self._metrics.epoch.set(self.epoch)
             self._metrics.readopted_tokens.inc(adopted)
@@ -244,7 +239,7 @@ class SchedulerLoop:
                 # The worker has its next step: first tokens leave before the one behind that is planned.
                 await asyncio.sleep(0)
             self._has_first_tokens = False
-            await self._send_plans(claimed)
+            await self.sender.send_plans(claimed.stream)
             puts.start(self.planner.grammars.take_wanted())
             calls.start()
             fetches.start()
@@ -263,10 +258,8 @@ class SchedulerLoop:
         now = self._clock()
         self._timeout.heard(now)
         oldest = self._oldest_step()
-        if oldest is not None and result.step_id in self._sent_idle:
-            self._sent_idle_us += (result.device_end_ns - result.device_start_ns) / 1000
-            if result.step_id == self._sent_idle[-1]:
-                self.lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, self._sent_idle_us)
+        if oldest is not None:
+            self.sender.answered(result, oldest, now)
         outputs = self.planner.process(result)
         if self._step_metrics is not None:
             if oldest is not None:
@@ -277,56 +270,6 @@ class SchedulerLoop:
             self._progress.completed()
         self.streams.deliver(outputs)
         self._has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
-
-    async def _send_plans(self, claimed: ClaimedGroup) -> None:
-        planner = self.planner
-        batch: list[StepPlan] = []
-        size = 1
-        while planner.state is not None:
-            steps = planner.state.in_flight.steps()
-            is_filling = 0 < len(batch) < size and len(steps) < self.lookahead.max_in_flight
-            if not is_filling and not self.lookahead.wants_more(len(steps), self._queued_us(steps)):
-                break
-            now = self._clock()
-            is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
-            plan = planner.plan(now, is_heartbeat=is_heartbeat)
-            if plan is None:
-                break
-            if self._step_metrics is not None:
-                self._step_metrics.planned(self._clock() - now)
-            if not steps:
-                self._timeout.restart(now)
-            self._last_sent_s = now
-            if batch and not _is_decode(plan):
-                await self._send(claimed, batch)
-                batch = []
-            batch.append(plan)
-            # The worker learns the tokens of a batch at its end: masks of a grammar would come late.
-            may_batch = _is_decode(plan) and not planner.state.table.num_guided
-            size = self.lookahead.batch_size(plan.expected_us) if may_batch else 1
-            if len(batch) >= size:
-                await self._send(claimed, batch)
-                batch = []
-        if batch:
-            await self._send(claimed, batch)
-
-    async def _send(self, claimed: ClaimedGroup, batch: Sequence[StepPlan]) -> None:
-        first, last, oldest = batch[0], batch[-1].step_id, self._oldest_step()
-        if oldest is not None and oldest.plan.step_id == first.step_id and first.has_forward:
-            # A batch is answered as a whole: its round trip has the device time of all its steps.
-            self._sent_idle, self._sent_idle_us = range(first.step_id, last + 1), 0.0
-        self._batch_ends.append(last)
-        await claimed.stream.send(*batch)
-
-    def _queued_us(self, steps: Sequence[PlannedStep]) -> int:
-        """Expected time of the plans behind the batch that runs: it is answered as a whole."""
-        if not steps:
-            return 0
-        ends = self._batch_ends
-        while ends and ends[0] < steps[0].plan.step_id:
-            ends.popleft()
-        running = ends[0] if ends else steps[0].plan.step_id
-        return sum(step.plan.expected_us for step in steps if step.plan.step_id > running)
 
     def _oldest_step(self) -> PlannedStep | None:
         state = self.planner.state
@@ -379,8 +322,3 @@ class SchedulerLoop:
             self._metrics.restarts.labels("worker").inc()
             if error is not None:
                 self._metrics.refusals.labels(error.reason_name).inc()
-
-
-def _is_decode(plan: StepPlan) -> bool:
-    """True if a step brings nobody a first token: its result may wait for that of the next."""
-    return plan.has_forward and not (plan.chunks or plan.admits or plan.barrier_ops)

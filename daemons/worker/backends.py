@@ -32,9 +32,9 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import ByGrammar, Drafter, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, ByGrammar, Drafter, EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.registry import drafters
-from radixmesh.daemons.worker.speculation.settings import NETWORKS
+from radixmesh.daemons.worker.speculation.settings import NETWORKS, Speculation
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -79,7 +79,7 @@ def load_model(
     if settings.backend is Backend.CPU:
         return _load_cpu(settings, group, experts)
     if settings.backend is Backend.CUDA:
-        return _load_cuda(settings, group)
+        return _load_cuda(settings, group, experts)
     return _LOADERS[settings.backend](settings)
 
 
@@ -153,11 +153,16 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
             speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
         )
     drafter = ByGrammar(guided, num_forced, free, most)
-    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+    lengths = _draft_lengths(settings, speculation.num_steps, speculation)
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=lengths)
 
 
-def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
-    return DraftLengths(settings.num_slots, max_drafts) if settings.speculative_adaptive else None
+def _draft_lengths(settings: WorkerSettings, max_drafts: int, speculation: Speculation | None) -> DraftLengths | None:
+    """None: steps draft whether that pays or not."""
+    if not settings.speculative_adaptive:
+        return None
+    is_network = speculation is not None and speculation.algorithm in NETWORKS
+    return DraftLengths(settings.num_slots, max_drafts, catch_up=MOST_BEHIND if is_network else 0)
 
 
 def _drafts_nothing(folder: Path) -> MeshError:
@@ -169,7 +174,9 @@ def _drafts_nothing(folder: Path) -> MeshError:
     )
 
 
-def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+def _load_cuda(
+    settings: WorkerSettings, group: Group | None = None, experts: ExpertDispatch | None = None
+) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.compilers.client import start_compilers
     from radixmesh.daemons.worker.cuda.early_context import make_context_beside
 
@@ -177,7 +184,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
     assert folder is not None, "settings see to it"
     # Imports beside this process, which takes seconds to import torch. It is told what to compile by running steps, in
     # which ranks that hold the model together would wait for those that have their kernels.
-    compilers = start_compilers(folder, settings) if settings.rank_layout.tp_size == 1 else None
+    is_alone = settings.rank_layout.tp_size == settings.rank_layout.ep_size == 1
+    compilers = start_compilers(folder, settings) if is_alone else None
     make_context_beside(settings.cuda_device)
     from radixmesh.daemons.worker.collectives.rank_group import RankGroup
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
@@ -196,7 +204,8 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             drafter = drafters().create(speculation.algorithm)
         most = max(num_forced, 0 if speculation is None else speculation.max_drafts)
         with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
-            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most), max_forced=num_forced)
+            lengths = _draft_lengths(settings, most, speculation)
+            runner.verify(drafter, max_drafts=most, lengths=lengths, max_forced=num_forced)
 
     runner = load_cuda_runner(
         folder,
@@ -222,12 +231,14 @@ def _load_cuda(settings: WorkerSettings, group: Group | None = None) -> LoadedMo
             speculation=speculation,
             max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
+            ep_transport=settings.ep_transport,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
         meanwhile=lambda: None if grammars is None else grammars.prepare(),
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
+        experts=experts,
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.

@@ -21,6 +21,7 @@ _MIB = 1024 * 1024
 _MOST_REDUNDANT = 4096
 _MODEL_IMPLS = ("auto", "radixmesh", "transformers")
 _TP_COLLECTIVES = ("auto", "peer", "nccl", "host")
+_EP_TRANSPORTS = ("auto", "nccl", "nixl", "deepep", "host")
 _QUANTIZATIONS = ("none", "auto", "fp8", "fp8-block")
 
 
@@ -55,9 +56,11 @@ class WorkerSettings(CommonSettings):
     speculative_draft_model_path: Path | None = setting(None, "folder of the network that drafts, in Hugging Face "
         "format, for --speculative-algorithm standalone and eagle3")  # fmt: skip
     speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
-        "--speculative-num-draft-tokens")  # fmt: skip
+        "--speculative-num-draft-tokens; of a tree: levels")  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
-        "one included; none: one more than --speculative-num-steps")  # fmt: skip
+        "one included; none: one more than --speculative-num-steps; of a tree topk more")  # fmt: skip
+    speculative_eagle_topk: int = setting(1, "most drafts of a network that follow the same token, so that the drafts "
+        "of a row are a tree (CPU); 1: a chain")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
@@ -115,6 +118,8 @@ class WorkerSettings(CommonSettings):
     tp_rank: int = setting(0, "position of this worker among them, from 0 on")
     tp_collectives: str = setting("auto", "CUDA: sums of --tp-size ranks by peer (kernels that read each other's "
         "memory, on one host), nccl, or host (through the CPUs: slow, without graphs); auto: peer")  # fmt: skip
+    ep_transport: str = setting("auto", "CUDA: rows to experts of --ep-size ranks by nccl, nixl (NIXL EP) or deepep "
+        "(both for rows of bfloat16), or host (through the CPUs: slow, without graphs); auto: nccl")  # fmt: skip
     group_host: str = setting("", "address of this machine by which the other ranks reach this one, with --tp-size; "
         "empty: that of --listen")  # fmt: skip
     dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
@@ -204,7 +209,7 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('two_batch_min_rows')} is for ranks that share experts: set --ep-size")
         if not 0 <= self.ep_redundant_experts <= _MOST_REDUNDANT:
             raise ValueError(f"{_flag('ep_redundant_experts')} must be in [0, {_MOST_REDUNDANT}]")
-        layout = self.rank_layout
+        _ = self.rank_layout
         if self.tp_collectives not in _TP_COLLECTIVES:
             choices = ", ".join(_TP_COLLECTIVES)
             raise ValueError(f"{_flag('tp_collectives')} must be one of {choices}, not {self.tp_collectives}")
@@ -212,12 +217,7 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('tp_collectives')} {self.tp_collectives} is for --backend cuda")
         if self.cuda_device < 0:
             raise ValueError(f"{_flag('cuda_device')} must be >= 0, not {self.cuda_device}")
-        if self.backend is Backend.CUDA and layout.ep_size > 1:
-            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
-                "divide experts among ranks yet")  # fmt: skip
-        if self.backend is Backend.CUDA and layout.dp_size > 1:
-            raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
-                "a scheduler of its own")  # fmt: skip
+        _check_shared_experts(self)
         # They say what is wrong with themselves.
         _ = self.latency, self.parsed_faults
         _check_speculation(self)
@@ -226,7 +226,8 @@ class WorkerSettings(CommonSettings):
     def speculation(self) -> Speculation | None:
         """None: off."""
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        return read_speculation(self.speculative_algorithm, steps, tokens, self.speculative_draft_model_path)
+        folder, topk = self.speculative_draft_model_path, self.speculative_eagle_topk
+        return read_speculation(self.speculative_algorithm, steps, tokens, folder, topk)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -262,12 +263,37 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.backend is Backend.CUDA and settings.speculative_eagle_topk > 1:
+        raise ValueError(f"{_flag('speculative_eagle_topk')} above 1 is for --backend cpu: the steps of a GPU verify "
+            "chains; leave it out, and set the length of these with --speculative-num-steps")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip
     if settings.attention_backend == "flashinfer":
         raise ValueError(f"{flag} needs --attention-backend triton (or torch): flashinfer plans by exact lengths, "
             "which the host does not know while steps run")  # fmt: skip
+
+
+def _check_shared_experts(settings: WorkerSettings) -> None:
+    """Of ranks that share experts on GPUs."""
+    flag, is_cuda = _flag("ep_size"), settings.backend is Backend.CUDA
+    if settings.ep_transport not in _EP_TRANSPORTS:
+        choices = ", ".join(_EP_TRANSPORTS)
+        raise ValueError(f"{_flag('ep_transport')} must be one of {choices}, not {settings.ep_transport}")
+    if settings.ep_transport != "auto" and not is_cuda:
+        raise ValueError(f"{_flag('ep_transport')} {settings.ep_transport} is for --backend cuda")
+    if not is_cuda or settings.ep_size == 1:
+        return
+    if settings.tp_size > 1:
+        raise ValueError(f"{flag} above 1 with --tp-size above 1 is for --backend cpu or simulated: on GPUs experts "
+            "are shared by data-parallel ranks (--dp-size)")  # fmt: skip
+    if settings.deterministic:
+        raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
+            "tiles by how many rows come")  # fmt: skip
+    for name in ("two_batch_min_rows", "ep_redundant_experts"):
+        if getattr(settings, name):
+            raise ValueError(f"{_flag(name)} is for --backend cpu: ranks on GPUs neither cut steps in two nor move "
+                "experts yet")  # fmt: skip
 
 
 def _flag(name: str) -> str:

@@ -352,7 +352,8 @@ class WorkerCore:
         if answer.result is not None:
             if epoch == self.ledger.highest_epoch:
                 self.ledger.last_completed_step = answer.step_id
-            self._in_flight.completed(answer.result)
+            assert self.executor is not None, "it ran the step"
+            self._in_flight.completed(answer.result, self.executor.runner.draft_seconds)
         elif answer.refusal is not None:
             self._metrics.refusals.labels(answer.refusal.reason_name).inc()
             log.warning("plan_refused", epoch=epoch, step=answer.step_id, error=str(answer.refusal))

@@ -116,6 +116,12 @@ class KvPool(KvPlanes):
         for view in self._token_views.values():
             view[target] = view[source]
 
+    def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies tokens, int64 numbers of the pool, in all layers and planes: all are read before any is written."""
+        for view in self._token_views.values():
+            rows = view.view(torch.uint8)
+            rows[targets] = rows[sources]
+
     def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
         """KV of tokens, int32 numbers of the pool, as uint8: in chunks of CHUNK_TOKENS, of each the rows of plane after
         plane, layer after layer."""

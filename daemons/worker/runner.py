@@ -70,6 +70,8 @@ class Segment:
     max_tokens: int | None = None
     """Most tokens that a decode may yield: the slot has pages and room for so many. None: the segment yields exactly
     one token if it samples."""
+    parents: IntArray = field(default_factory=empty_ints)
+    """Of a decode with drafts: the row that each of `ids` follows, as in a `DraftTree`; empty: the one before it."""
     task: Task = Task.GENERATE
     is_last_chunk: bool = True
 
@@ -196,6 +198,9 @@ class ModelRunner(ABC):
     """Moves experts between the ranks that share them; None: all are here."""
     host_pool: HostPool | None = None
     """Pages of host memory that KV moves to and from; None: there are none."""
+    draft_seconds: float = 0.0
+    """Time of all steps so far that went to drafts: proposing them, and what a network computes beside the target. A
+    device that drafts inside captured steps does not tell."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 

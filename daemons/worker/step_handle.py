@@ -6,6 +6,7 @@ result means and keeps the event.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -30,6 +31,10 @@ class DeviceEvent(ABC):
 
         Raises RuntimeError if the device failed.
         """
+
+    def wait_beside(self, other: threading.Event, seconds: float) -> None:
+        """Lets time pass until it is done, at most so much, or until `other` is set."""
+        other.wait(seconds)
 
 
 class _Done(DeviceEvent):

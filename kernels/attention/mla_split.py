@@ -273,7 +273,7 @@ def _merge(
         member = row // HEADS
         out_row = tl.load(members_ptr + unit * MEMBERS + member, mask=member < MEMBERS, other=-1)
         is_row = out_row >= 0
-    lane = out_row * H + head_block * HEADS + row % HEADS
+    query_row = out_row * H + head_block * HEADS + row % HEADS
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, num_parts, LSES):
@@ -286,7 +286,7 @@ def _merge(
         highest = new_highest
     lse_of_all = highest + tl.log2(total)
     if out_lse_ptr is not None:
-        tl.store(out_lse_ptr + lane, lse_of_all, mask=is_row)
+        tl.store(out_lse_ptr + query_row, lse_of_all, mask=is_row)
     for begin in range(0, RP, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         merged = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -300,5 +300,5 @@ def _merge(
                 mask = is_part[:, None] & (column < R)[None, :]
                 weight = tl.exp2(lse - lse_of_all)
                 merged += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg") * weight[:, None]
-        out_at = out_ptr + lane.to(tl.int64)[:, None] * R + column[None, :]
+        out_at = out_ptr + query_row.to(tl.int64)[:, None] * R + column[None, :]
         tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < R)[None, :])

@@ -130,13 +130,13 @@ def mla_split_sm90_kernel(
         _copy_tile(
             latents_ptr, latents_s.index(tile & 1), ropes_s.index(tile & 1), tokens, rope_tokens, R, ROPE, WIDE, NARROW
         )
-        lane, is_query = _lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, WIDE_ROWS)
+        query_row, is_query = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, WIDE_ROWS)
         c = gl.arange(0, R, gl.SliceLayout(0, WIDE))
-        q_at = q_ptr + gl.where(is_query, lane, 0).to(gl.int64)[:, None] * C + c[None, :]
+        q_at = q_ptr + gl.where(is_query, query_row, 0).to(gl.int64)[:, None] * C + c[None, :]
         q_s.store(gl.load(q_at, mask=is_query[:, None], other=0.0))
-        rope_lane, is_rope = _lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, NARROW_ROWS)
+        rope_row_of_query, is_rope = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, NARROW_ROWS)
         e = gl.arange(0, ROPE, gl.SliceLayout(0, NARROW))
-        q_rope_at = q_ptr + gl.where(is_rope, rope_lane, 0).to(gl.int64)[:, None] * C + R + e[None, :]
+        q_rope_at = q_ptr + gl.where(is_rope, rope_row_of_query, 0).to(gl.int64)[:, None] * C + R + e[None, :]
         q_rope_s.store(gl.load(q_rope_at, mask=is_rope[:, None], other=0.0))
         tokens = _tokens(table_ptr, (tile + 1) * N, kv_end, PAGE_SIZE, N, WIDE_ROWS)
         rope_tokens = _tokens(table_ptr, (tile + 1) * N, kv_end, PAGE_SIZE, N, NARROW_ROWS)
@@ -194,12 +194,12 @@ def mla_split_sm90_kernel(
         )
         columns = gl.arange(0, R, gl.SliceLayout(0, SUMS))
         if (tile == 0) & (last == tiles):
-            out_lane, is_out = _lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, OUT_ROWS)
-            out_at = out_ptr + out_lane.to(gl.int64)[:, None] * R + columns[None, :]
+            out_row_of_query, is_out = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, OUT_ROWS)
+            out_at = out_ptr + out_row_of_query.to(gl.int64)[:, None] * R + columns[None, :]
             gl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_out[:, None])
             if out_lse_ptr is not None:
-                lse_lane, has_lse = _lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ROWS)
-                gl.store(out_lse_ptr + lse_lane, lse, mask=has_lse)
+                lse_row_of_query, has_lse = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ROWS)
+                gl.store(out_lse_ptr + lse_row_of_query, lse, mask=has_lse)
         elif not IS_WHOLE:
             partial = 2 * program + (tile == 0).to(gl.int32)
             row = gl.arange(0, M, OUT_ROWS)
@@ -222,7 +222,7 @@ def mla_split_sm90_kernel(
 
 
 @gluon.jit
-def _lanes(
+def _query_rows(
     members_ptr, unit, head_block, H: gl.constexpr, HEADS: gl.constexpr, MEMBERS: gl.constexpr, M: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -248,7 +248,7 @@ def _merge(
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(1, BLOCK)
     row = gl.arange(0, M, LAYOUT)
-    lane, is_row = _lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, LAYOUT)
+    query_row, is_row = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, LAYOUT)
     highest = gl.full([M], LOWEST, gl.float32, LAYOUT)
     total = gl.zeros([M], gl.float32, LAYOUT)
     for part in range(num_parts):
@@ -260,7 +260,7 @@ def _merge(
         highest = new_highest
     lse_of_all = highest + gl.log2(total)
     if out_lse_ptr is not None:
-        gl.store(out_lse_ptr + lane, lse_of_all, mask=is_row)
+        gl.store(out_lse_ptr + query_row, lse_of_all, mask=is_row)
     for begin in range(0, R, COLUMNS):
         column = begin + gl.arange(0, COLUMNS, gl.SliceLayout(0, BLOCK))
         merged = gl.zeros([M, COLUMNS], gl.float32, BLOCK)
@@ -270,5 +270,5 @@ def _merge(
             part_at = parts_ptr + (partial * M + row).to(gl.int64)[:, None] * R + column[None, :]
             weight = gl.exp2(lse - lse_of_all)
             merged += gl.load(part_at, cache_modifier=".cg") * weight[:, None]
-        out_at = out_ptr + lane.to(gl.int64)[:, None] * R + column[None, :]
+        out_at = out_ptr + query_row.to(gl.int64)[:, None] * R + column[None, :]
         gl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None])

@@ -210,7 +210,9 @@ def fp8_routed_experts_reference(
         weights_T1 = (routes.weights_TA * (routes.expert_ids_TA == expert)).sum(dim=1, keepdim=True)
         gate_TF, up_TF = (rows_TD @ of(expert).dequantized().t() for of in (experts.gate, experts.up))
         gated = quantize_rows_reference(torch.nn.functional.silu(gate_TF) * up_TF, is_grouped=True)
-        total_TD += weights_T1 * (gated.dequantized() @ experts.down(expert).dequantized().t())
+        result_TD = gated.dequantized() @ experts.down(expert).dequantized().t()
+        # Rows that do not pick an expert take nothing from it, whatever it makes of them.
+        total_TD += torch.where(weights_T1 != 0, weights_T1 * result_TD, 0.0)
     return total_TD.to(x_TD.dtype)
 
 

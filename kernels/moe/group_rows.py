@@ -66,7 +66,8 @@ def _group_rows_kernel(
 
 
 def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool = False) -> ExpertTiles:
-    """Tiles of `tile_rows`, a power of two, for int32 ids in [0, num_experts), contiguous. Unused tiles hold anything.
+    """Tiles of `tile_rows`, a power of two, for int32 ids in [0, num_experts], contiguous; the highest stands for no
+    expert, whose pairs are in no tile. Unused tiles hold anything.
 
     There are as many tiles as the least lucky choice of so many rows needs, whatever the ids are: a grid for them is
     known to the host, and may be captured. `use_pdl` as in `rms_norm`.

@@ -140,7 +140,9 @@ def _combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for pick in tl.static_range(A):
         weight = tl.load(weights_ptr + row * A + pick)
-        total += weight * tl.load(results_ptr + (row * A + pick) * D + columns, mask=mask, other=0.0).to(tl.float32)
+        result = tl.load(results_ptr + (row * A + pick) * D + columns, mask=mask, other=0.0).to(tl.float32)
+        # Of a pick that another rank computes there is no result, but anything, and its weight is 0.
+        total += tl.where(weight != 0.0, weight * result, 0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + row * D + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -162,7 +164,8 @@ def routed_experts(
 
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
-    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
+    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`. A pick of the id E,
+    whose weight has to be 0, is not computed: an expert of another rank.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -280,7 +283,8 @@ def routed_experts_reference(
         result_TD = gated_TF @ w_down_DF.float().t()
         if variant.b_down_ED is not None:
             result_TD += variant.b_down_ED[expert].float()
-        total_TD += is_picked_T1 * result_TD
+        # Rows that do not pick an expert take nothing from it, whatever it makes of them.
+        total_TD += torch.where(is_picked_T1 != 0, is_picked_T1 * result_TD, 0.0)
     return total_TD.to(x_TD.dtype)
 
 

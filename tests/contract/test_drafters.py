@@ -12,6 +12,7 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.speculation.draft_tree import runs
 from radixmesh.daemons.worker.speculation.drafter import (
     ByGrammar,
     Drafter,
@@ -41,19 +42,21 @@ def _forgetful() -> Drafter:
     return drafter_of(known, seed=1, share=1.0)
 
 
-def _network(algorithm: str, model: str) -> Drafter:
+def _network(algorithm: str, model: str, topk: int = 1) -> Drafter:
     num_tokens = NUM_ROW_TOKENS * len(_rows())
     runner = load_cpu_runner(
         target_folder(algorithm, model), num_pages=num_tokens, threads=1, max_total_len=NUM_ROW_TOKENS
     )
     assert isinstance(runner, CpuRunner)
-    return cpu_drafter(algorithm, runner, model)
+    return cpu_drafter(algorithm, runner, model, max_drafts=9, topk=topk)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "standalone": lambda: _network("standalone", "tiny-llama"),
     "eagle3": lambda: _network("eagle3", "tiny-llama"),
     "mtp": lambda: _network("mtp", "tiny-deepseek"),
+    "standalone trees": lambda: _network("standalone", "tiny-llama", 3),
+    "eagle3 trees": lambda: _network("eagle3", "tiny-llama", 3),
     **{name: (lambda name=name: drafters().create(name)) for name in drafters().names},
     "none": NoDrafts,
     "forced": lambda: EachRow(jump_forward),
@@ -62,7 +65,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-NETWORKS = ("standalone", "eagle3", "mtp")
+NETWORKS = ("standalone", "eagle3", "mtp", "standalone trees", "eagle3 trees")
 
 
 def _rows() -> list[DraftRow]:
@@ -123,6 +126,28 @@ def test_a_proposal_changes_nothing_that_it_was_given(name):
     for row, (prompt_ids, output_ids) in zip(rows, before, strict=True):
         np.testing.assert_array_equal(row.sample.prompt_ids, prompt_ids)
         np.testing.assert_array_equal(row.sample.output_ids, output_ids)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_trees_are_in_preorder_and_siblings_differ(name):
+    """Within the bounds, the same whatever rows are beside them, and a chain where a drafter knows no more."""
+    rows = _usable(name)
+    trees = DRAFTERS[name]().propose_trees(rows)
+    assert len(trees) == len(rows)
+    alone = DRAFTERS[name]()
+    for row, tree in zip(rows, trees, strict=True):
+        assert tree.ids.dtype == tree.parents.dtype == np.int32
+        assert len(tree.ids) <= row.most and len(tree.parents) == len(tree.ids) + 1
+        assert "trees" in name or tree.is_chain
+        followed = list(zip(tree.parents[1:].tolist(), tree.ids.tolist(), strict=True))
+        assert len(set(followed)) == len(followed)
+        for run in runs(tree.parents):
+            assert run.path[-run.length :].tolist() == list(range(run.first, run.first + run.length))
+        if name != "of_tests":
+            (again,) = alone.propose_trees([row])
+            assert (again.ids.tolist(), again.parents.tolist()) == (tree.ids.tolist(), tree.parents.tolist())
+    if "trees" in name:
+        assert any(len(tree.ids) == 9 and not tree.is_chain for tree in trees)
 
 
 def test_rows_with_a_grammar_are_drafted_by_it_alone():

@@ -159,6 +159,7 @@ _OF_ROUTE: Mapping[tuple[str, str], Edge] = {
     ("/v1/responses", "text"): Edge({"format": {"type": "text"}}, {"format": _TYPED}, "UNSUPPORTED"),
     ("/v1/responses", "tools"): Edge([_FUNCTION], [{**_FUNCTION, "parameters": {"x": [1] * 65_536}}], "TOO_LARGE", 1),
     ("/v1/responses", "reasoning"): Edge({"effort": "e" * 256}, {"effort": "e" * 257}, "INVALID_ARGUMENT"),
+    ("/v1/responses", "metadata"): _ARGS,
     ("/v1/responses", "include"): Edge([], ["i" * 1000], "UNSUPPORTED"),
     ("/v1/chat/completions", "tools"): Edge(
         _functions([{"x": [1] * 60_000}]), _functions([{"x": [1] * 65_536}]), "TOO_LARGE", 1

@@ -52,6 +52,7 @@ _RESPONSES: dict[str, Any] = {
     "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
     "tool_choice": "none",
     "reasoning": {"effort": "low", "summary": "auto"},
+    "metadata": {"team": "a"},
     "include": ["reasoning.encrypted_content"],
 }
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}

@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -44,9 +45,11 @@ def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_runner(
         folder: Path, settings: load.DeviceSettings, *rest: object, ranks: RankGroup, **others: object
     ) -> DeviceRunner:
-        device = HostDevice()
-        group = create_device_group(settings.tp_collectives, ranks, device)
-        runner = load.load_device_runner(folder, replace(settings, use_pdl=False), device, group)
+        device, experts = HostDevice(), others.get("experts")
+        assert experts is None or isinstance(experts, ExpertDispatch)
+        group = create_device_group(settings.tp_collectives, ranks, device) if ranks.size > 1 else None
+        shared = load.create_shared_out(settings, experts, device)
+        runner = load.load_device_runner(folder, replace(settings, use_pdl=False), device, group, shared)
         runner.warm_up()
         return runner
 
@@ -82,6 +85,59 @@ async def test_the_tiny_models_recite(model: str, tp_size: int) -> None:
         await recited(client, chosen)
         counters = daemon.daemon.loop.planner.counters
         assert counters.num_retracted and counters.cached_tokens, repr(counters)
+
+
+def rooms_of(ranks: Ranks) -> list[set[tuple[bool, bool]]]:
+    """Of the steps of each rank: whether they are at low latency, and have rows; grows as they run."""
+    seen: list[set[tuple[bool, bool]]] = []
+    for running in ranks.workers.values():
+        executor = running.daemon.core.executor
+        assert executor is not None and isinstance(executor.runner, DeviceRunner)
+        runner, rooms = executor.runner, set[tuple[bool, bool]]()
+        seen.append(rooms)
+
+        def launch(rows, segments, runner=runner, rooms=rooms, inner=runner._launch):  # type: ignore[no-untyped-def]
+            assert runner._experts is not None
+            rooms.add((runner._experts.room > 0, len(rows.slots) + len(segments) > 0))
+            return inner(rows, segments)
+
+        runner._launch = launch  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.full)])
+async def test_tiny_deepseek_recites_with_its_experts_on_several_ranks(size: int) -> None:
+    """Attention data-parallel: decodes at low latency, prompts in normal forwards; ranks without rows take part."""
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2}
+    async with (
+        ranks_of("tiny-deepseek", 1, size, ep_size=size, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        rooms = rooms_of(ranks)
+        await recited(client, chosen)
+        await recited(client, chosen[:1])
+        assert daemon.daemon.loop.planner.counters.cached_tokens
+    for of_rank in rooms:
+        assert {is_low_latency for is_low_latency, _ in of_rank} == {True, False}
+    assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+
+
+@pytest.mark.full
+async def test_a_rank_that_goes_comes_back_to_its_experts() -> None:
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2}
+    async with (
+        ranks_of("tiny-deepseek", 1, 2, ep_size=2, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        reciting = asyncio.ensure_future(recited(client, chosen))
+        await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
+        await go(ranks, 1)
+        await reciting
+        assert ranks.workers[0].daemon.core.ledger.group_generation > 1, "the survivor has joined again"
 
 
 @pytest.mark.parametrize(

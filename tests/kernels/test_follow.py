@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixmesh.kernels.sampling import follow
+from radixmesh.kernels.sampling import follow, network_rows
 from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
 
 NUM_SLOTS, MAX_LEN, MOST = 7, 90, 4
@@ -24,8 +24,8 @@ class _World(NamedTuple):
     pool of each position."""
 
     state: SlotLengths
-    fresh: follow.FreshTokens
-    shape: follow.NetworkShape
+    fresh: network_rows.FreshTokens
+    shape: network_rows.NetworkShape
     tokens: np.ndarray
     texts: np.ndarray
     lengths: np.ndarray
@@ -59,13 +59,13 @@ def _world(device, seed: int, page_size: int, first: int) -> _World:
         _ints(held, device),
     )
     zero = num_tokens - 1
-    fresh = follow.FreshTokens(
+    fresh = network_rows.FreshTokens(
         _ints(is_fresh, device, np.int8),
         _ints(known, device),
         _ints(np.zeros(NUM_SLOTS + 1), device),
         _ints(np.full((NUM_SLOTS + 1, MAX_LEN + 1), zero), device),
     )
-    shape = follow.NetworkShape(first, page_size, MAX_LEN, zero)
+    shape = network_rows.NetworkShape(first, page_size, MAX_LEN, zero)
     return _World(state, fresh, shape, tokens, texts, lengths, fresh_lens)
 
 
@@ -103,8 +103,8 @@ def test_rows_are_the_tokens_that_are_lacking_up_to_the_last_one(monkeypatch, de
         is_sent = (random.random(len(slots)) < 0.4) & (np.array(slots) != DUMMY)
         inputs = _inputs(world, device, slots, is_sent)
         max_lens = _host(inputs.max_lens).copy()
-        rows = follow.NetworkRows.allocate(len(slots) * columns, len(slots), device)
-        chain = follow.ChainRows.allocate(len(slots), device)
+        rows = network_rows.NetworkRows.allocate(len(slots) * columns, len(slots), device)
+        chain = network_rows.ChainRows.allocate(len(slots), device)
         before = _host(world.fresh.is_fresh_N).copy()
         follow.follow_rows(inputs, world.state, world.fresh, world.shape, rows, chain)
         tokens, positions, row_slots, kv_lens, features = (_host(part).reshape(-1, columns) for part in rows[:5])
@@ -154,8 +154,8 @@ def test_a_chain_gives_each_row_as_many_drafts_as_it_may_have(device, first):
     slots = [*range(NUM_SLOTS), DUMMY]
     inputs = _inputs(world, device, slots, np.zeros(len(slots), bool))
     world.fresh.fresh_lens_S.copy_(world.state.lengths)
-    rows = follow.NetworkRows.allocate(len(slots) * 5, len(slots), device)
-    chain = follow.ChainRows.allocate(len(slots), device)
+    rows = network_rows.NetworkRows.allocate(len(slots) * 5, len(slots), device)
+    chain = network_rows.ChainRows.allocate(len(slots), device)
     follow.follow_rows(inputs, world.state, world.fresh, world.shape, rows, chain)
     counts = _host(inputs.counts).copy()
     assert len(set(counts.tolist())) > 2
@@ -206,7 +206,7 @@ def test_chunks_are_followed_where_all_before_them_is_fresh(monkeypatch, device,
     starts = [0, *np.cumsum(lens).tolist(), sum(lens) + num_padding, sum(lens) + num_padding]
     chunk_slots = [*spans, DUMMY, DUMMY]
     kv_lens = [*(end for _, end in spans.values()), 0, 0]
-    rows = follow.NetworkRows.allocate(starts[-1], len(chunk_slots), device)
+    rows = network_rows.NetworkRows.allocate(starts[-1], len(chunk_slots), device)
     positions_T = np.concatenate((positions, np.zeros(num_padding, int)))
     written = follow.follow_chunks(
         tuple(_ints(part, device) for part in (chunk_slots, starts, kv_lens)),  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
 from radixmesh.kernels.moe.grouped_gemm import (
     ExpertVariant,
+    combine,
     routed_experts,
     routed_experts_reference,
 )
@@ -133,6 +134,24 @@ def test_experts_compute_what_torch_does(
     # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
     error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
     assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+
+
+def test_picks_of_other_ranks_count_for_nothing() -> None:
+    """They have the id behind the last expert, and a weight of 0; what is where their results would be is not used."""
+    x_TD, routes, w_gate_up, w_down = _operands(9, 6, 3, 80, 48, torch.float32)
+    ids, weights = routes.expert_ids_TA.clone(), routes.weights_TA.clone()
+    ids[2:, 1], weights[2:, 1] = 6, 0.0
+    ids[7], weights[7] = 6, 0.0
+    want = routed_experts_reference(x_TD, Routes(ids, weights), w_gate_up, w_down, x_TD.clone())
+    got = routed_experts(x_TD, Routes(ids, weights), w_gate_up, w_down, residual_TD=x_TD)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(got[7], x_TD[7])
+    results_PD = torch.randn(27, 80)
+    results_PD[weights.flatten() == 0] = float("nan")
+    out_TD = torch.empty(9, 80)
+    combine(results_PD, weights, None, out_TD)
+    want = (weights[:, :, None] * results_PD.nan_to_num().view(9, 3, 80)).sum(dim=1)
+    torch.testing.assert_close(out_TD, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,7 +16,7 @@ from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
 from support.cpu_ranks import ranks_of, recited, scheduler_on
 from support.cpu_ranks import texts as ranks_texts
 from support.kv_stores import redis_server
-from support.running_daemon import running
+from support.running_daemon import Running, running
 from support.serve_client import ServeClient, serve_client
 
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -31,12 +31,12 @@ from radixmesh.daemons.worker.plans.store_tier import StoreTier
 class Replica:
     """A worker and its scheduler."""
 
-    def __init__(self, worker: WorkerDaemon, planner: Planner, client: ServeClient) -> None:
+    def __init__(self, worker: Running[WorkerDaemon], planner: Planner, client: ServeClient) -> None:
         self.worker, self.planner, self.client = worker, planner, client
 
     @property
     def tier(self) -> StoreTier:
-        executor = self.worker.core.executor
+        executor = self.worker.daemon.core.executor
         assert executor is not None and executor.host is not None and executor.host.store is not None
         return executor.host.store
 
@@ -76,7 +76,7 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
             decode_reserve_tokens=1, kv_fetch_min_tokens=16,
         )  # fmt: skip
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
-            yield Replica(worker.daemon, scheduler.daemon.loop.planner, client)
+            yield Replica(worker, scheduler.daemon.loop.planner, client)
 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
@@ -92,7 +92,7 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
         assert second.planner.fetches.num_fetched >= num_pages * 2 // 3
         assert warm <= len(wanted) * (page_size + 1) < cold
         assert second.tier.store.counters().corrupt == 0
-        value = second.worker._metrics.registry.get_sample_value
+        value = second.worker.runtime.metrics.registry.get_sample_value
         assert value("radixmesh_kv_store_pages_total", {"outcome": "hit"}) == second.planner.fetches.num_fetched
         assert value("radixmesh_kv_store_bytes_total", {"kind": "read"}) > 0
 
@@ -156,12 +156,12 @@ async def test_ranks_find_what_other_ranks_have_computed(
             assert planner.counters.prefilled_tokens < num_prompt
             state = planner.state
             assert state is not None and all(host.counters.fetched for host in state.hosts)
-            value = daemon.daemon.loop._metrics.registry.get_sample_value
+            value = daemon.runtime.metrics.registry.get_sample_value
             async with asyncio.timeout(20):
                 while value("radixmesh_kv_fetch_tokens_total") != planner.fetches.num_tokens:
                     await asyncio.sleep(0.05)
             assert value("radixmesh_kv_fetches_total", {"outcome": "fetched"}) >= 2
-            moved = ranks.workers[0].daemon._metrics.registry.get_sample_value
+            moved = ranks.workers[0].runtime.metrics.registry.get_sample_value
             assert moved("radixmesh_host_kv_bytes_total", {"move": "loaded"}) > 0
 
 

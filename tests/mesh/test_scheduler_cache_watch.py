@@ -27,7 +27,9 @@ PROMPT = list(range(3, 60))
 
 
 @asynccontextmanager
-async def mesh(num_pages: int = 2048, num_slots: int = 16, **changes: object) -> AsyncIterator[str]:
+async def mesh(
+    num_pages: int = 2048, num_slots: int = 16, prefill_token_us: float = 9.0, **changes: object
+) -> AsyncIterator[str]:
     worker = WorkerSettings(
         backend=Backend.SIMULATED,
         simulated_vocab_size=1000,
@@ -35,6 +37,7 @@ async def mesh(num_pages: int = 2048, num_slots: int = 16, **changes: object) ->
         num_slots=num_slots,
         max_total_len=1024,
         simulated_base_us=1000.0,
+        simulated_prefill_token_us=prefill_token_us,
     )
     async with running(WorkerDaemon, worker) as at:
         settings = SchedulerSettings(workers=(at.address,), check_invariants=True, **changes)  # type: ignore[arg-type]
@@ -170,6 +173,15 @@ async def test_loads_come_when_something_changes_but_not_too_often() -> None:
         seconds = clock() - started
         assert len(client.loads) - before <= 4 + seconds / 0.045
         assert client.loads[-1].hit_rate > 0
+
+
+async def test_a_load_tells_how_long_a_token_takes_once_steps_of_several_sizes_have_run() -> None:
+    async with mesh(prefill_token_us=500.0) as address, serve_client(address) as client:
+        assert client.loads[-1].token_us == 0
+        handles = [await client.submit([3 + i] * (200 + 20 * i), max_tokens=4) for i in range(8)]
+        await client.over(*handles)
+        await client.until(lambda: client.loads[-1].token_us > 100)
+        assert client.loads[-1].token_us < 5000
 
 
 async def test_overload_is_refused_with_a_time_to_retry() -> None:

@@ -36,9 +36,9 @@ GREEDY = ("twelve-days", "the-tyger", "genesis-1", "jabberwocky", "sonnet-18", "
 WORDS = {"regex": "([a-f]{3} ){20,30}end"}
 
 
-def flags_of(algorithm: str, model: str) -> dict[str, object]:
-    """Flags of a worker that drafts so for a tiny model."""
-    flags = {**NGRAM, "speculative_algorithm": algorithm}
+def flags_of(algorithm: str, model: str, topk: int = 1) -> dict[str, object]:
+    """Flags of a worker that drafts so for a tiny model. topk > 1: trees."""
+    flags = {**NGRAM, "speculative_algorithm": algorithm, "speculative_eagle_topk": topk}
     folder = draft_folder(algorithm, model)
     return flags if folder is None else {**flags, "speculative_draft_model_path": str(folder)}
 
@@ -110,17 +110,46 @@ async def _served(shared: list[int], **settings: object) -> tuple[list[object], 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("algorithm", "model"),
-    [("ngram", "tiny-llama"), ("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")],
+    ("algorithm", "model", "topk"),
+    [
+        ("ngram", "tiny-llama", 1),
+        ("standalone", "tiny-llama", 1),
+        ("eagle3", "tiny-llama", 1),
+        ("eagle3", "tiny-llama", 4),
+        ("mtp", "tiny-deepseek", 1),
+    ],
 )
-async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str, model: str) -> None:
+async def test_a_mesh_that_drafts_recites_and_kills_change_no_byte(algorithm: str, model: str, topk: int) -> None:
     jobs, folder = _greedy(model), target_folder(algorithm, model)
-    async with running_mesh("cpu", model=folder.name, folder=folder, worker=flags_of(algorithm, model)) as mesh:
+    worker = flags_of(algorithm, model, topk)
+    async with running_mesh("cpu", model=folder.name, folder=folder, worker=worker) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
-        await _kill(mesh, jobs, ("scheduler", "worker"))
+        await _kill(mesh, jobs, SERVICES)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("algorithm", "topk"), [("eagle3", 1), ("eagle3", 3), ("ngram", 1)])
+async def test_outputs_whose_prompts_another_worker_computed_are_drafted(algorithm: str, topk: int) -> None:
+    """Disaggregated prefill and decode: a head knows nothing of what arrives, and drafts from what follows."""
+    # Short prompts are computed where they are decoded.
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))[:8]
+    flags = flags_of(algorithm, "tiny-llama", topk)
+    services = {"worker-prefill": {"cpu_threads": 1, **flags}, "scheduler-prefill": {"check_invariants": "true"}}
+    async with running_mesh("pd", worker={**flags, "num_pages": 1024}, services=services) as mesh:
+        # The second time their beginnings are cached.
+        for _ in range(2):
+            got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+            assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
+        state = await mesh.scheduler_state()
+        assert state.num_kv_arrived > 0 and (state.num_page_violations, state.owned_pages) == (0, 0)
+        async with httpx.AsyncClient(timeout=60) as http, asyncio.timeout(60):
+            while (await drafts_of_scheduler(http, mesh)).get(("accepted", "1"), 0.0) < 20:
+                await asyncio.sleep(0.1)
+        assert mesh.bugs == []
 
 
 @pytest.mark.full
@@ -141,6 +170,8 @@ async def test_usage_and_metrics_tell_of_drafts() -> None:
                 await asyncio.sleep(0.1)
         assert sum(num for (kind, _), num in after.items() if kind == "accepted") >= accepted
         assert {position for _, position in after} == {"1", "2", "3", "4"}
+        worker = f"http://{mesh.cluster.address('worker', 1, 9100)}/metrics"
+        assert float(re.findall(r"^radixmesh_draft_seconds_total (\S+)", (await http.get(worker)).text, re.M)[0]) > 0
 
 
 async def drafts_of_scheduler(http: httpx.AsyncClient, mesh: Mesh) -> dict[tuple[str, str], float]:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.http import http_client, openai_client
+from support.http import http_client, iterate_events, openai_client
 from support.mesh import Mesh, running_mesh
 from support.tool_folder import tool_folder
 
@@ -181,6 +181,49 @@ async def test_errors_name_the_field(http: httpx.AsyncClient, fields: dict[str, 
 
 SIDE = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
 SIDE["additionalProperties"] = False
+
+
+async def test_ids_beside_a_chat_and_its_calls(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "tool_choice": "required", "enable_thinking": False, "seed": 5, "return_token_ids": True}
+    body["parallel_tool_calls"] = False
+    whole = (await http.post("/v1/chat/completions", json=body)).json()
+    ids = whole["choices"][0]["token_ids"]
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert len(ids) == whole["usage"]["completion_tokens"]
+    text = (await http.post("/detokenize", json={"tokens": ids})).json()["text"]
+    assert json.dumps(whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"]) in text
+    streamed_ids: list[int] = []
+    prompts = []
+    async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        for event in [event async for event in iterate_events(answer) if event]:
+            streamed_ids += event["choices"][0]["token_ids"]
+            prompts.append(event.get("prompt_token_ids"))
+    assert streamed_ids == ids and prompts == [whole["prompt_token_ids"], *[None] * (len(prompts) - 1)]
+    plain = (await http.post("/v1/chat/completions", json={**body, "return_token_ids": False})).json()
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+async def test_a_response_repeats_its_request(http: httpx.AsyncClient) -> None:
+    own = [{"type": "function", "name": name, "parameters": SIDE} for name in ("turn", "halt")]
+    among = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "halt"}]}
+    body = {"model": NAME, "input": USER, "instructions": "Walk.", "tools": own, "tool_choice": among}
+    body |= {"metadata": {"team": "a"}, "prompt_cache_key": "k", "max_output_tokens": 200}
+    body |= {"parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False}}
+    whole = (await http.post("/v1/responses", json=body)).json()
+    repeated = ("instructions", "tools", "tool_choice", "metadata", "prompt_cache_key")
+    assert {name: whole[name] for name in repeated} == {name: body[name] for name in repeated}
+    assert [item["name"] for item in whole["output"]] == ["halt"]
+    stored = (await http.get(f"/v1/responses/{whole['id']}")).json()
+    assert stored == whole
+    large = {**body, "instructions": "Walk. " * 20, "metadata": {"text": "a" * (64 << 10)}}
+    told = (await http.post("/v1/responses", json=large)).json()
+    assert (told["status"], told["metadata"], told["tools"]) == ("completed", {}, []), told
+    wrong = await http.post("/v1/responses", json={**body, "metadata": ["a"]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "metadata")
+    wrong = await http.post("/v1/responses", json={**body, "tool_choice": {**among, "tools": [{"type": "mcp"}]}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tool_choice.tools.0.type")
+    shown = (await http.post("/api/show", json={"model": NAME})).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
 
 
 async def test_calls_in_the_words_of_anthropic(http: httpx.AsyncClient) -> None:

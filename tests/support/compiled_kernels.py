@@ -274,17 +274,17 @@ def _draft_launches(num_drafts: int) -> None:
 
 def _follow_launches(num_drafts: int, inputs, state) -> None:
     """Rows of a network that drafts: in a step, ahead of one, of chunks."""
-    from radixmesh.kernels.sampling import follow
+    from radixmesh.kernels.sampling import follow, network_rows
 
     rows, device, num_slots = len(inputs.slots), torch.device("cpu"), len(state.lengths)
-    fresh = follow.FreshTokens(
+    fresh = network_rows.FreshTokens(
         torch.zeros(1024, dtype=torch.int8), state.lengths, state.lengths, torch.zeros(num_slots, 64).int()
     )
-    chain = follow.ChainRows.allocate(rows, device)
+    chain = network_rows.ChainRows.allocate(rows, device)
     for first, page_size in ((1, 1), (0, 16)):
-        shape = follow.NetworkShape(first, page_size, 64, 1023)
+        shape = network_rows.NetworkShape(first, page_size, 64, 1023)
         for columns, of_chain in ((num_drafts + 1, chain), (128, None)):
-            of_rows = follow.NetworkRows.allocate(rows * columns, rows, device)
+            of_rows = network_rows.NetworkRows.allocate(rows * columns, rows, device)
             follow.follow_rows(inputs, state, fresh, shape, of_rows, of_chain)
         follow.chain_rows(inputs.slots, inputs, 0, num_slots - 1, shape, chain)
         follow.tokens_written(of_rows.positions, of_rows.slots, state, fresh, page_size)

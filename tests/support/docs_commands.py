@@ -89,6 +89,9 @@ COMMANDS: dict[str, str | NotHere] = {
     "compose/roll.sh compose/scale.yml": _DOCKER,
     "radixmesh up -f compose/local.yml": "tests/mesh/test_recitation.py",
     "python bench/hops.py": _QUICK_HOPS,
+    "python bench/gpu/four.py --gpus 4 --minutes 25 --out four-gpus.json": NotHere(
+        "needs GPUs; tests/unit/test_bench_gpu_four.py has its order of events"
+    ),
     "python bench/observe.py --picture docs/dashboard.png --seconds 240 --scale router=2 --scale tokenizer=2 "
     "--scale detokenizer=2": NotHere(
         "needs Prometheus, Chromium and npm; tests/mesh/test_dashboard_live.py asks the queries"

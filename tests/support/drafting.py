@@ -42,12 +42,15 @@ def drafter_of(outputs: Outputs, *, seed: int, share: float) -> Drafter:
     return EachRow(draft)
 
 
-def cpu_drafter(algorithm: str, runner: CpuRunner, model: str, max_drafts: int = 4) -> Drafter:
-    """The drafter of that name for a tiny model, which `runner` computes."""
+def cpu_drafter(algorithm: str, runner: CpuRunner, model: str, max_drafts: int = 4, topk: int = 1) -> Drafter:
+    """The drafter of that name for a tiny model, which `runner` computes. topk > 1: it drafts trees."""
     if algorithm == "ngram":
         return NgramDrafter()
     kind = SpeculativeAlgorithm(algorithm)
-    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+    levels = 0 if topk == 1 else min(4, max(1, max_drafts // 2))
+    speculation = Speculation(
+        algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model), topk=topk, levels=levels
+    )
     return load_model_drafter(speculation, runner, MODELS / model, "float32")
 
 

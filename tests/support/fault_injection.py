@@ -22,7 +22,8 @@ _RECOVERY_S = 120.0  # On a machine that does much else besides; how long it too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill. stall_s: longest pause of any of the streams; back_s: until the daemon was healthy again.
+    """One kill. stall_s: longest time without a chunk of any of the streams, pause_s: of these, within one request;
+    back_s: until the daemon was healthy again.
 
     Of a scheduler: tokens whose KV it took over from the worker, and tokens computed again until all streams went on.
     """
@@ -31,6 +32,7 @@ class Kill:
     signal: str
     stall_s: float
     back_s: float
+    pause_s: float = 0.0
     adopted_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
@@ -52,13 +54,14 @@ async def kill_once(mesh: Mesh, load: StreamLoad, service: str, number: signal.S
         await mesh.cluster.wait_until(service, is_back, replica=replica)
     back = time.monotonic()
     await load.all_progressed(back, _RECOVERY_S)
-    stall_s = load.longest_gap(killed)
+    stall_s, pause_s = load.longest_gap(killed), load.longest_pause(killed)
     state = await _scheduler_state(mesh) if service == "scheduler" else None
     return Kill(
         service=service,
         signal=number.name,
         stall_s=round(stall_s, 3),
         back_s=round(back - killed, 3),
+        pause_s=round(pause_s, 3),
         adopted_tokens=state.adopted_tokens if state is not None else 0,
         prefilled_tokens=state.prefilled_tokens if state is not None else 0,
         cached_tokens=state.prompt_cached_tokens if state is not None else 0,

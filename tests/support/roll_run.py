@@ -95,7 +95,8 @@ async def kill_replicas(folder: Path, *, num_streams: int, num_each: int, pairs:
                 await http.progressed(1)
                 errors = http.retryable[before:]
                 failures += _too_many_errors(kind, errors)
-                rows[kind].append({"stall_s": kill.stall_s, "back_s": kill.back_s, "http_errors": len(errors)})
+                times = {"stall_s": kill.stall_s, "pause_s": kill.pause_s, "back_s": kill.back_s}
+                rows[kind].append({**times, "http_errors": len(errors)})
             await load.finish(_PATIENCE_S)
         failures += [*load.failures, *http.failures, *mesh.bugs]
     figures: dict[str, object] = {

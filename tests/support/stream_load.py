@@ -30,6 +30,13 @@ class StreamLog:
             if index not in firsts and since <= after <= until
         ]
 
+    def longest_pause(self, since: float, until: float) -> float:
+        """Longest time between two chunks of the same request, of those that touch [since, until]; a request's wait for
+        its first chunk is none."""
+        firsts = set(self.starts)
+        pairs = enumerate(itertools.pairwise([*self.moments, until]), 1)
+        return max((b - a for index, (a, b) in pairs if index not in firsts and b >= since and a <= until), default=0.0)
+
     def longest_gap(self, since: float, until: float) -> float:
         """Longest time without a chunk, of the gaps that touch [since, until]."""
         before = [moment for moment in self.moments if moment < since]
@@ -96,6 +103,11 @@ class StreamLoad:
     def longest_gap(self, since: float) -> float:
         now = time.monotonic()
         return max(log.longest_gap(since, now) for log in self._logs)
+
+    def longest_pause(self, since: float) -> float:
+        """As longest_gap(), without the waits of requests for their first chunks."""
+        now = time.monotonic()
+        return max(log.longest_pause(since, now) for log in self._logs)
 
     def gaps(self, since: float, until: float) -> list[float]:
         """Times between two chunks, of all streams, in order of length."""

@@ -32,6 +32,16 @@ def test_weights_are_those_of_the_models_cards(
     assert (of.layers_of_a_row + of.head) * 1e-9 == pytest.approx(active_billions, rel=0.05)
 
 
+def test_a_layer_of_deepseek_v3_is_that_of_its_card(shapes: ModuleType) -> None:
+    """671 billion weights: 3 dense layers, 58 with experts, embedding and head."""
+    of = shapes.weights("deepseek-v3-12-layers")
+    experts = of.num_experts * of.expert
+    dense = 3 * 7168 * 18432
+    attention = (of.layers - 3 * dense - 9 * (256 * 7168 + of.expert)) / 12
+    total = 61 * attention + 3 * dense + 58 * (experts + 256 * 7168 + of.expert) + 2 * of.head
+    assert total * 1e-9 == pytest.approx(671, rel=0.01)
+
+
 def test_one_row_reads_its_picks_and_many_rows_read_all_experts(shapes: ModuleType) -> None:
     of = shapes.weights("deepseek-v2-lite")
     assert of.experts_hit(1) == pytest.approx(6.0)

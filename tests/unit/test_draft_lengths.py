@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND
 
 PLAIN_NS = 4_000_000
 K = 4
@@ -27,22 +29,110 @@ def _run(
 ) -> float:
     """Time for so many tokens a row, over that without drafts. Each draft is right with the probability `acceptance`
     if those before it are. has_chunks: of a step, by its number: its time is not told."""
-    random = np.random.default_rng(num_rows)
+    rng = np.random.default_rng(num_rows)
     slots = np.arange(num_rows, dtype=np.int32)
-    flying: deque[tuple[np.ndarray, int, int | None]] = deque()
+    flying: deque[tuple[np.ndarray, int, int | None, np.ndarray]] = deque()
     total_ns, yielded = 0, 0
     numbers = itertools.count()
     while yielded < num_tokens * num_rows:
         is_alone = not has_chunks(next(numbers))
         most = lengths.choose(slots, is_alone=is_alone)
-        is_right = random.random((num_rows, K)) < acceptance
+        is_right = rng.random((num_rows, K)) < acceptance
         counts = (1 + np.cumprod(is_right, axis=1).sum(axis=1) * (most > 0)).astype(np.int32)
-        duration = int(PLAIN_NS * (cost if most else 1.0) * random.uniform(0.98, 1.02))
-        flying.append((counts, most, duration if is_alone else None))
+        duration = int(PLAIN_NS * (cost if most else 1.0) * rng.uniform(0.98, 1.02))
+        flying.append((counts, most, duration if is_alone else None, np.full(num_rows, most, np.int32)))
         total_ns, yielded = total_ns + duration, yielded + int(counts.sum())
         if len(flying) > lag:
             lengths.observe(slots, *flying.popleft())
     return total_ns / (yielded / num_rows * PLAIN_NS)
+
+
+class _Network:
+    """A device whose drafts are a network's: it lacks tokens of steps that did not draft, computes so many of them in
+    one that does, at `per_token` of a plain step each, and drafts for rows that it has caught up with."""
+
+    def __init__(self, num_rows: int, cost: float, *, per_token: float, lag: int = 3) -> None:
+        self._slots, self._cost, self._per_token = np.arange(num_rows, dtype=np.int32), cost, per_token
+        self._behind = np.zeros(num_rows, np.int64)
+        self._random = np.random.default_rng(num_rows)
+        self._flying: deque[tuple[np.ndarray, np.ndarray, int, int | None]] = deque()
+        self._lag = lag
+
+    def admitted(self) -> None:
+        """Other requests took all slots."""
+        self._behind[:] = 0
+        self._flying.clear()
+
+    def run(self, lengths: DraftLengths, acceptance: float, num_tokens: int) -> float:
+        """As _run()."""
+        total_ns, yielded, num_rows = 0, 0, len(self._slots)
+        while yielded < num_tokens * num_rows:
+            most = lengths.choose(self._slots, is_alone=True)
+            counts, drafted, scale = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32), 1.0
+            if most:
+                computed = np.minimum(self._behind, MOST_BEHIND)
+                self._behind -= computed
+                drafted = np.where(self._behind == 0, K, 0).astype(np.int32)
+                is_right = self._random.random((num_rows, K)) < acceptance
+                counts += (np.cumprod(is_right, axis=1).sum(axis=1) * (drafted > 0)).astype(np.int32)
+                scale = self._cost + self._per_token * float(computed.mean())
+            # Tokens that a row with drafts yields are computed with its next drafts.
+            self._behind = np.where(drafted > 0, 0, self._behind + counts)
+            duration = int(PLAIN_NS * scale * self._random.uniform(0.98, 1.02))
+            self._flying.append((counts, drafted, most, duration))
+            total_ns, yielded = total_ns + duration, yielded + int(counts.sum())
+            if len(self._flying) > self._lag:
+                counts, drafted, most, told_ns = self._flying.popleft()
+                lengths.observe(self._slots, counts, most, told_ns, drafted)
+        return total_ns / (yielded / num_rows * PLAIN_NS)
+
+
+def _of_network(num_slots: int) -> DraftLengths:
+    return DraftLengths(num_slots, K, catch_up=MOST_BEHIND)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 256])
+@pytest.mark.parametrize(("cost", "per_token"), [(1.1, 0.002), (1.4, 0.02), (3.0, 0.05)])
+def test_a_network_that_is_wrong_costs_less_than_a_fiftieth(num_rows: int, cost: float, per_token: float) -> None:
+    """Its trials cost more: what lapsed is computed first."""
+    assert _Network(num_rows, cost, per_token=per_token).run(_of_network(256), 0.0, 1500) < 1.02
+
+
+@pytest.mark.parametrize(("cost", "per_token"), [(1.1, 0.001), (1.4, 0.004), (1.6, 0.006)])
+def test_a_network_that_lapsed_for_long_drafts_again_when_that_pays(cost: float, per_token: float) -> None:
+    """A trial goes on until the network has caught up, and the steps in which it does are not taken for its cost."""
+    device, lengths = _Network(1, cost, per_token=per_token), _of_network(4)
+    device.run(lengths, 0.0, 2000)
+    # The next trial may be a while away: all of them together cost a hundredth of the time.
+    device.run(lengths, 0.8, 3000)
+    per_step = 1 + sum(0.8**n for n in range(1, K + 1))
+    assert 1 / device.run(lengths, 0.8, 1000) > 0.9 * per_step / (cost + per_token * per_step)
+
+
+def test_a_network_that_would_cost_too_much_to_catch_up_waits_for_a_request_that_it_knows() -> None:
+    device, lengths = _Network(1, 1.4, per_token=0.1), _of_network(4)
+    device.run(lengths, 0.0, 2000)
+    assert 0.99 < device.run(lengths, 0.8, 1000) < 1.01
+    lengths.admitted(0)
+    device.admitted()
+    assert 1 / device.run(lengths, 0.8, 1000) > 1.5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_loads_that_change_never_lose_more_than_a_fiftieth(seed: int) -> None:
+    """Any number of rows, cost and acceptance, one after the other, of a network or without KV of its own."""
+    rng = random.Random(seed)
+    plain_ns = drafting_ns = 0.0
+    lengths = _of_network(256) if seed % 2 else DraftLengths(256, K)
+    for _ in range(6):
+        num_rows, cost = rng.choice((1, 3, 17, 64, 200)), rng.uniform(1.02, 4.0)
+        acceptance, num_tokens = rng.choice((0.0, 0.1, 0.5, 0.9)), 1500
+        if seed % 2:
+            taken = _Network(num_rows, cost, per_token=0.02).run(lengths, acceptance, num_tokens)
+        else:
+            taken = _run(lengths, num_rows, cost, acceptance, num_tokens)
+        plain_ns, drafting_ns = plain_ns + 1.0, drafting_ns + taken
+    assert drafting_ns / plain_ns < 1.02
 
 
 @pytest.mark.parametrize(("num_rows", "cost"), [(1, 1.1), (1, 1.3), (8, 1.2), (64, 1.9), (256, 3.6)])
@@ -80,3 +170,17 @@ def test_steps_with_chunks_lose_no_trial() -> None:
     assert 1 / _run(lengths, 1, 1.12, 0.7, 600, has_chunks=lambda number: number % 3 != 0) > 2
     # Their tokens still say what drafts yield.
     assert _run(lengths, 1, 1.12, 0.0, 600, has_chunks=lambda number: True) < 1.02
+
+
+def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
+    """Its first step drafts where drafts pay for all others, and does not where they are never right."""
+    for acceptance, is_drafted in ((0.9, True), (0.0, False)):
+        lengths = DraftLengths(64, K)
+        _run(lengths, 8, 1.4, acceptance, 600)
+        if is_drafted:  # A single step tells little.
+            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), K, None)
+        fresh = np.arange(8, 16, dtype=np.int32)
+        for slot in fresh:
+            lengths.admitted(int(slot))
+        chosen = [lengths.choose(fresh, is_alone=False) for _ in range(8)]
+        assert chosen == [K * is_drafted] * 8, acceptance

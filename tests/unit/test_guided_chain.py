@@ -8,6 +8,8 @@ import numpy as np
 
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.worker.guided.chain import NO_CHAIN, chain_behind
+from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.mask_memory import ChainSink
 
 
 class _Counting(GrammarMatcher):
@@ -59,3 +61,41 @@ def test_masks_that_are_known_are_not_made_again() -> None:
     assert list(more.forced) == [3, 4, 5] and matcher.num_fills == 6 and matcher._num == 2
     matcher.accept(3)
     assert list(chain_behind(matcher, _Forced(), (9,), more, 0, 1).forced) == [], "another token than was forced"
+
+
+class _Noting(ChainSink):
+    """Notes what is published: position, and number of forced tokens."""
+
+    max_forced = 12
+
+    def __init__(self) -> None:
+        self.words = np.zeros(1, np.int32)
+        self.published: list[tuple[int, int]] = []
+
+    def publish(self, position: int) -> None:
+        self.publish_chain(position, self.words[None], ())
+
+    def publish_chain(self, position: int, words: MaskWords, forced: Sequence[int]) -> None:
+        assert len(words) == len(forced) + 1
+        self.published.append((position, len(forced)))
+
+    def release(self) -> None:
+        return
+
+
+def test_tokens_that_come_while_a_chain_grows_have_their_masks_first() -> None:
+    """A long chain would make the known masks of the next step late, and with them all that follow."""
+    matcher, sink = _Counting(range(1, 30)), _Noting()
+    guide = Guide(lambda: (matcher, _Forced()), 32, position=5, output_ids=np.zeros(0, np.int32), sink=sink)
+    fill = matcher.fill
+
+    def fill_and_sample(words: MaskWords) -> None:
+        fill(words)
+        if matcher.num_fills == 4:
+            assert Guide.begin([(guide, [1])]) == ([], []), "it runs already, and takes them too"
+
+    matcher.fill = fill_and_sample  # type: ignore[method-assign]
+    guide.run()
+    assert sink.published[:2] == [(5, 0), (6, 2)], "masks of three forced tokens were there by then"
+    assert sink.published[2:] == [(6, 12)] and matcher.num_fills == 1 + 3 + 10
+    guide.close()

@@ -9,7 +9,7 @@ from support.planner_world import World, new_executor
 from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_executor
 
 from radixmesh.daemons.runtime.arrays import as_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
@@ -93,6 +93,22 @@ def test_an_answer_without_a_forward_waits_for_loads_before_it():
     before = steps.executor.runner.now_ns()
     assert steps.run(has_forward=False).loaded_ops == (1,)
     assert steps.executor.runner.now_ns() - before > 3_000_000_000
+
+
+def test_an_answer_that_waits_for_loads_holds_up_no_plan_behind_it():
+    steps = saved_world(load_token_us=1e6)
+    executor = steps.executor
+    waiting = executor.launch(steps.plan(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)]))
+    steps.next_step += 1
+    assert not waiting.is_done
+    before = executor.runner.now_ns()
+    parts = {"admits": [admit(1, [50] * 9)], "grants": [grant(1, [8, 9, 10])], "chunks": [chunk(1, 9)]}
+    behind = executor.launch(steps.plan(**parts))
+    steps.next_step += 1
+    waiting.wait()
+    assert waiting.is_done and waiting.result().loaded_ops == ()
+    assert behind.result().loaded_ops == () and executor.runner.now_ns() - before < 1_000_000_000
+    assert steps.run(has_forward=False).loaded_ops == (1,)
 
 
 REFUSED = {
@@ -240,6 +256,40 @@ def test_what_the_device_evicts_comes_back(policy):
     rounds(world, prompts(10), 3)
     assert world.planner.counters.prefilled_tokens - before == 3 * 10, "the last token of each prompt is computed"
     assert world.planner.loads.num_loads >= 20
+
+
+def test_pages_of_several_tokens_come_back_too():
+    world = World(
+        num_pages=32,
+        page_size=4,
+        num_slots=4,
+        num_host_pages=256,
+        tiers=tier("write_through", min_hits=1),
+        eos_rate=0.0,
+    )
+    rounds(world, prompts(10), 2)
+    before, loads = world.planner.counters.prefilled_tokens, world.planner.loads.num_loads
+    rounds(world, prompts(10), 2)
+    assert world.planner.counters.prefilled_tokens - before <= 2 * 10 * 4, "the last page of each prompt at most"
+    assert world.planner.loads.num_loads - loads >= 10
+
+
+class _BrokenEvent:
+    is_done = True
+
+    def wait(self):
+        raise MeshError(ErrorReason.ERROR_REASON_STEP_FAILED, "the copy failed")
+
+
+def test_a_copy_that_fails_is_told_and_fills_no_record(monkeypatch):
+    steps = saved_world()
+    tier_of_worker = steps.executor.host
+    monkeypatch.setattr(tier_of_worker.pool, "load", lambda *args, **more: _BrokenEvent())
+    with pytest.raises(MeshError, match="the copy failed"):
+        steps.run(loads=[move([20, 21, 22], [5, 6, 7], op_id=1)], has_forward=True, decodes=[],
+                  admits=[admit(1, [50] * 9)], grants=[grant(1, [8, 9, 10])], chunks=[chunk(1, 1)])  # fmt: skip
+        steps.run(chunks=[chunk(1, 1)])
+    assert not steps.executor.records.filled[[20, 21, 22]].any()
 
 
 def test_selective_saves_what_was_used_again():

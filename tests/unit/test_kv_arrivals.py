@@ -118,6 +118,21 @@ def test_a_flush_does_not_wait_for_transfers_whose_requests_wait_for_the_flush(i
     assert wish in planner.flush._planned
 
 
+def test_a_flush_ends_what_is_on_its_way_and_what_arrived_is_counted_once() -> None:
+    world = World(page_size=1, num_pages=64)
+    arrivals, state = world.planner.arrivals, world.planner.state
+    assert state is not None
+    here = arrivals.reserve(state, "here", as_ints(range(3, 20)), "", 60.0, 1, 0.0)
+    coming = arrivals.reserve(state, "coming", as_ints(range(30, 40)), "", 60.0, 1, 0.0)
+    assert here is not None and coming is not None
+    assert arrivals.prepared(here) and arrivals.written(state, here) and arrivals.prepared(coming)
+    arrivals.committed(state, here, is_valid=True)
+    assert (arrivals.num_arrived, arrivals.num_tokens) == (1, 17)
+    arrivals.give_up(state)
+    assert (here.state, coming.state) == (ArrivalState.ARRIVED, ArrivalState.FAILED)
+    assert arrivals.take_failed() == [coming] and not len(arrivals) and arrivals.num_failed == 1
+
+
 def test_a_transfer_outlives_the_attempt_that_a_later_one_replaces() -> None:
     world = World(page_size=1, num_pages=64)
     planner, arrivals = world.planner, world.planner.arrivals

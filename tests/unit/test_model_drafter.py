@@ -21,11 +21,11 @@ from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
-from radixmesh.daemons.worker.cpu.model_drafter import MOST_BEHIND, ModelDrafter
+from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import DraftRow
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, DraftRow
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 NETWORKS = [("standalone", "tiny-llama"), ("eagle3", "tiny-llama"), ("mtp", "tiny-deepseek")]

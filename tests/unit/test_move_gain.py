@@ -30,8 +30,12 @@ def moved(
     )
 
 
-def state(num_outputs: int, queued_tokens: int = 0) -> ReplicaState:
-    return ReplicaState(num_outputs=num_outputs, queued_tokens=queued_tokens)
+def state(num_outputs: int, queued_tokens: int = 0, slowness: float = 1.0) -> ReplicaState:
+    return ReplicaState(num_outputs=num_outputs, queued_tokens=queued_tokens, slowness=slowness)
+
+
+def uneven(here: int, there: int, mean: float) -> bool:
+    return is_uneven(state(here), state(there), mean)
 
 
 @given(COUNTS, COUNTS, st.integers(1, 5000), st.integers(1, 5000))
@@ -71,9 +75,17 @@ def test_an_output_that_waits_leaves_a_queue_for_an_idle_replica() -> None:
 
 
 def test_evenness_is_within_a_share_of_the_mean_and_few_outputs_are_no_overload() -> None:
-    assert is_uneven(16, 0, 12.8) and is_uneven(4, 0, 2.0)
-    assert not is_uneven(3, 0, 1.5) and not is_uneven(14, 12, 13.0) and not is_uneven(108, 92, 100.0)
-    assert is_uneven(109, 92, 100.0)
+    assert uneven(16, 0, 12.8) and uneven(4, 0, 2.0)
+    assert not uneven(3, 0, 1.5) and not uneven(14, 12, 13.0) and not uneven(108, 92, 100.0)
+    assert uneven(109, 92, 100.0)
+
+
+def test_a_replica_half_as_fast_has_its_share_with_half_the_outputs() -> None:
+    fast, slow = state(16), state(8, slowness=2.0)
+    assert not is_uneven(fast, slow, 16.0) and not is_uneven(slow, fast, 16.0)
+    assert gain_of(moved(uncached_there=10), fast, slow) < 0 and gain_of(moved(uncached_there=10), slow, fast) < 0
+    assert is_uneven(state(12, slowness=2.0), fast, 20.0)
+    assert gain_of(moved(uncached_there=10), state(12, slowness=2.0), fast) > 0
 
 
 def test_what_is_still_to_come_is_what_was_asked_for_or_a_guess_below_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -133,6 +135,23 @@ def test_cache_aware_counts_what_a_prompt_would_evict() -> None:
     loads = {"full": 1, "free": 1}
     candidates = candidates_of(loads, queued_tokens=[0, 300], free_tokens=[0, 5000])
     assert pick(make_policy("cache_aware"), candidates) == 1
+
+
+def test_a_second_copy_of_a_prefix_costs_its_prefill_twice_where_it_takes_another_prefixs_place() -> None:
+    def chosen(free: int) -> int:
+        columns = {"matched_tokens": [900, 0], "queued_tokens": [3200, 0], "free_tokens": [free, free]}
+        return pick(make_policy("cache_aware"), candidates_of({"a": 8, "b": 8}, **columns))
+
+    assert [chosen(0), chosen(5000)] == [0, 1]
+
+
+def test_cache_aware_gives_a_slower_replica_less_but_not_nothing() -> None:
+    policy, slowness, num = make_policy("cache_aware"), np.array([1.0, 2.0]), [0, 0]
+    for _ in range(30):
+        columns = {"queued_tokens": [LENGTH * count for count in num]}
+        candidates = replace(candidates_of({"fast": num[0], "slow": num[1]}, **columns), slowness=slowness)
+        num[pick(policy, candidates)] += 1
+    assert num[0] > 1.5 * num[1] > 0
 
 
 def test_an_unknown_policy_names_those_there_are() -> None:

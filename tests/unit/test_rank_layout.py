@@ -52,8 +52,7 @@ def test_flags_make_the_layout() -> None:
         (Backend.CUDA, {"tp_collectives": "ring"}, "must be one of auto, peer, nccl, host"),
         (Backend.CPU, {"tp_collectives": "peer"}, "is for --backend cuda"),
         (Backend.CUDA, {"cuda_device": -1}, "must be >= 0"),
-        (Backend.CUDA, {"dp_size": 2, "ep_size": 2}, "does not divide experts among ranks yet"),
-        (Backend.CUDA, {"dp_size": 2}, "start replicas"),
+        (Backend.CUDA, {"tp_size": 2, "ep_size": 2}, "shared by data-parallel ranks"),
         (Backend.SIMULATED, {"tp_size": 2, "tp_rank": 2}, "--tp-rank"),
     ],
 )

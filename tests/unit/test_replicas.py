@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad, Replicas
 
 
-def load(sequence: int, *, running: int = 0, waiting: int = 0, tokens: int = 0) -> ReplicaLoad:
+def load(sequence: int, *, running: int = 0, waiting: int = 0, tokens: int = 0, token_us: float = 0.0) -> ReplicaLoad:
     return ReplicaLoad(
         submit_sequence=sequence,
         num_running=running,
@@ -16,7 +17,18 @@ def load(sequence: int, *, running: int = 0, waiting: int = 0, tokens: int = 0) 
         waiting_tokens=tokens,
         free_tokens=100,
         cached_tokens=10,
+        token_us=token_us,
     )
+
+
+def slowness_of(speeds: list[float]) -> list[float] | None:
+    replicas = Replicas()
+    for row, token_us in enumerate(speeds):
+        replicas.add(f"s{row}")
+        replicas.take_load(row, load(0, token_us=token_us))
+    replicas.compare_speeds()
+    column = replicas.slowness(np.arange(len(speeds)))
+    return None if column is None else column.tolist()
 
 
 def figures(replicas: Replicas, row: int) -> tuple[int, int]:
@@ -101,3 +113,27 @@ def test_credits_never_leak(steps: list[tuple[str, int]]) -> None:
     assert replicas.num_own[row] == 0
     replicas.take_load(row, load(sent))
     assert figures(replicas, row) == (0, 0)
+
+
+def test_replicas_about_as_fast_count_as_equal_and_an_unknown_one_as_one_in_the_middle() -> None:
+    assert slowness_of([]) is None and slowness_of([10.0, 0.0]) is None and slowness_of([10.0, 12.0, 0.0]) is None
+    assert slowness_of([10.0, 11.0, 40.0, 20.0, 0.0]) == [1.0, 1.0, 4.0, 2.0, 1.55]
+    # One that measured nonsense still gets some work.
+    assert slowness_of([1e-30, 10.0, 10.0]) == [1.0, 32.0, 32.0]
+
+
+def test_the_speed_of_a_replica_that_is_gone_says_nothing_of_the_next_one_in_its_row() -> None:
+    replicas = Replicas()
+    rows = [replicas.add(name) for name in "abc"]
+    for row, token_us in zip(rows, (10.0, 10.0, 80.0), strict=True):
+        replicas.take_load(row, load(0, token_us=token_us))
+    replicas.compare_speeds()
+    assert replicas.slowness(np.array(rows)) is not None
+    replicas.remove(rows[2])
+    assert replicas.add("d") == rows[2]
+    replicas.compare_speeds()
+    assert replicas.slowness(np.array(rows)) is None
+    # Rows that are added before the next look have no speed yet.
+    for number in range(100):
+        replicas.add(f"s{number}")
+    assert replicas.slowness(np.arange(len(replicas))) is None

@@ -119,6 +119,13 @@ def tokens(output: Output, ids: list[int]) -> scheduler_pb2.TokenBatch:
     )
 
 
+async def test_a_speed_that_is_no_number_counts_as_not_known() -> None:
+    async with talk() as made:
+        for token_us, taken in ((12.5, 12.5), (float("nan"), 0.0), (float("inf"), 0.0), (-3.0, 0.0)):
+            await made.hear(Frame(load=scheduler_pb2.Load(token_us=token_us)))
+            assert made.link.replica_load().token_us == taken
+
+
 async def test_every_change_of_what_can_go_there_is_told() -> None:
     serving = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING)
     drained = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING, is_draining=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -133,13 +135,13 @@ class _Stream:
         self.messages.append(list(plans))
 
 
-def _loop_of_short_steps(world: World) -> SchedulerLoop:
+def _loop_of_short_steps(world: World, clock: Callable[[], float] = time.monotonic) -> SchedulerLoop:
     """In an epoch whose steps take 0.8 ms."""
     group = SimpleNamespace(addresses=("nowhere:1",))
-    loop = SchedulerLoop(SchedulerSettings(workers=group.addresses), group, Progress())  # type: ignore[arg-type]
+    loop = SchedulerLoop(SchedulerSettings(workers=group.addresses), group, Progress(), clock=clock)  # type: ignore[arg-type]
     planner = loop.planner
     planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8, grammar_format="xgrammar"), None)
-    loop.lookahead = Lookahead(depth=None, max_in_flight=8)
+    loop.sender.lookahead = Lookahead(depth=None, max_in_flight=8)
     for tokens in (1, 4):
         planner.estimate.observe(tokens, 800.0)
     return loop
@@ -149,20 +151,19 @@ async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_wai
     world, stream = World(), _Stream()
     loop = _loop_of_short_steps(world)
     loop.planner.submit(world.submission([2, 3, 4]))
-    claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
-    await loop._send_plans(claimed)
+    await loop.sender.send_plans(stream)
     sizes = [len(message) for message in stream.messages]
     assert sizes[0] == 1 and stream.messages[0][0].chunks
     assert set(sizes[1:]) == {3}, sizes
     assert [plan.step_id for message in stream.messages for plan in message] == list(range(1, 1 + sum(sizes)))
     # The batch that runs is answered as a whole: as much as the gap takes has to lie behind it.
-    assert sum(sizes[1:]) * 800 >= loop.lookahead.gap_us
+    assert sum(sizes[1:]) * 800 >= loop.sender.lookahead.gap_us
 
 
 async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned() -> None:
     world, events = World(eos_rate=0.0), []
     loop = _loop_of_short_steps(world)
-    loop.lookahead = Lookahead(depth=2, max_in_flight=2)
+    loop.sender.lookahead = Lookahead(depth=2, max_in_flight=2)
     router = loop.streams.open("router")
     loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=8)))
     stream = _Stream()
@@ -193,10 +194,8 @@ async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned()
 
 async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() -> None:
     world, stream = World(), _Stream()
-    loop = _loop_of_short_steps(world)
-    loop._clock = lambda: world.now
+    loop = _loop_of_short_steps(world, lambda: world.now)
     loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=64)))
-    claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
     world.executor.begin_epoch(1)
 
     def answer_all() -> None:
@@ -206,17 +205,17 @@ async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() 
             result = world.executor.run(plan)
             loop._take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
 
-    await loop._send_plans(claimed)
+    await loop.sender.send_plans(stream)
     answer_all()
-    gap_us = loop.lookahead.gap_us
-    loop.lookahead.max_in_flight = 3
-    loop.lookahead.batch_size = lambda step_us: 3  # type: ignore[method-assign]
-    await loop._send_plans(claimed)
+    gap_us = loop.sender.lookahead.gap_us
+    loop.sender.lookahead.max_in_flight = 3
+    loop.sender.lookahead.batch_size = lambda step_us: 3  # type: ignore[method-assign]
+    await loop.sender.send_plans(stream)
     assert [len(message) for message in stream.messages] == [3]
     # As long as the device took for the three, and half a millisecond.
     world.now += 0.0029
     answer_all()
-    assert loop.lookahead.gap_us < gap_us
+    assert loop.sender.lookahead.gap_us < gap_us
 
 
 async def test_plans_leave_one_by_one_while_an_output_follows_a_grammar() -> None:
@@ -226,8 +225,8 @@ async def test_plans_leave_one_by_one_while_an_output_follows_a_grammar() -> Non
     loop.planner.grammars.ready(grammar.hash)
     loop.planner.submit(world.submission([2, 3, 4], grammar=grammar))
     loop.planner.submit(world.submission([2, 3, 5]))
-    loop.lookahead.gap_us = 20_000.0
-    await loop._send_plans(ClaimedGroup(stream, world.group, (), ()))  # type: ignore[arg-type]
+    loop.sender.lookahead.gap_us = 20_000.0
+    await loop.sender.send_plans(stream)
     assert len(stream.messages) > 2 and {len(message) for message in stream.messages} == {1}
     assert loop.planner.state is not None
     table = loop.planner.state.table

@@ -13,6 +13,8 @@ from support.grammars import AnyText, AnyTextBackend
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.guided import guide as guide_module
+from radixmesh.daemons.worker.guided import shared_calls
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.shared_calls import run_together
@@ -146,3 +148,41 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     filler.follow([(guide, (7000,)) for guide in guides])
     assert all(guide.wait(60) for guide in guides)
     assert [int(masks._positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
+
+
+def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each time another group is the last one, whose masks may be late."""
+    pytest.importorskip("torch")
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+
+    for module in (guide_module, shared_calls):
+        monkeypatch.setattr(module, "SLOW_S", 60.0)
+    num = 300
+    calls: list[int] = []
+    groups: list[tuple[int, ...]] = []
+    masks = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE)
+    guides = []
+    for slot in range(num):
+        sink, matcher = masks.sink(_in_slot(slot)), Counted(calls)
+        start = lambda matcher=matcher: (matcher, AnyTextBackend.tokens)  # noqa: E731
+        guides.append(Guide(start, VOCAB_SIZE, position=1, output_ids=np.zeros(0, np.int32), sink=sink))
+        guides[-1].run()
+    filler, publish = MaskFiller(1), masks.publish
+
+    def note(words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
+        groups.append(tuple(rows))
+        assert len(calls) == len(groups), "no further masks have been begun"
+        publish(words, rows, positions)
+
+    masks.publish = note  # type: ignore[method-assign]
+    last_rows = []
+    for step in range(3):
+        calls.clear()
+        groups.clear()
+        filler.follow_here([(guide, (step,)) for guide in guides])
+        assert calls == [100, 100, 100]
+        assert sorted(row for rows in groups for row in rows) == list(range(num))
+        assert (masks._positions[:num] == 2 + step).all()
+        last_rows.append(groups[-1])
+    assert len(set(last_rows)) == 3

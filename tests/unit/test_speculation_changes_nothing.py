@@ -43,9 +43,9 @@ class Run(NamedTuple):
 class _Script:
     """Requests, and what disturbs them: turns at which scheduler and worker lose their stream, or the worker dies."""
 
-    def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str) -> None:
+    def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str, topk: int) -> None:
         self._model = model
-        self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts, algorithm)
+        self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts, algorithm, topk)
         self.world = World(
             runner=self._runner_of(),
             num_slots=NUM_SLOTS,
@@ -99,7 +99,9 @@ class _Script:
         self._take(outputs)
 
 
-def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str = "ngram") -> CpuRunner:
+def _runner(
+    model: str, page_size: int, num_tokens: int, max_drafts: int, algorithm: str = "ngram", topk: int = 1
+) -> CpuRunner:
     runner = load_cpu_runner(
         target_folder(algorithm, model),
         page_size=page_size,
@@ -109,8 +111,14 @@ def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int, algori
     )
     assert isinstance(runner, CpuRunner) and runner.is_deterministic
     if max_drafts:
-        runner.verify(cpu_drafter(algorithm, runner, model, max_drafts), max_drafts=max_drafts)
+        runner.verify(cpu_drafter(algorithm, runner, model, max_drafts, topk), max_drafts=max_drafts)
     return runner
+
+
+@cache
+def _checked_runner(model: str, page_size: int) -> CpuRunner:
+    """For prefills of what others have computed: loading it, which verifies its tiles, takes longer than a run."""
+    return _runner(model, page_size, 4096, 0)
 
 
 def _submit_all(world: World) -> None:
@@ -138,7 +146,7 @@ def _submit_all(world: World) -> None:
 def _check_records(world: World, model: str) -> None:
     """Page records tell what was computed for a request's own tokens, never a draft that was not confirmed: the KV of
     every page that counts has the bits of a prefill of the same tokens."""
-    runner, checked = world.executor.runner, _runner(model, world.group.page_size, 4096, 0)
+    runner, checked = world.executor.runner, _checked_runner(model, world.group.page_size)
     assert isinstance(runner, CpuRunner)
     texts = [[*record.submission.prompt_ids.tolist(), *record.tokens] for record in world.records.values()]
     records = joined(world.executor.snapshot()[0])
@@ -184,8 +192,9 @@ def _run(
     epochs: tuple[int, ...] = (),
     deaths: tuple[int, ...] = (),
     algorithm: str = "ngram",
+    topk: int = 1,
 ) -> Run:
-    return _Script(model, page_size, num_tokens, max_drafts, algorithm).run(depth, epochs, deaths)
+    return _Script(model, page_size, num_tokens, max_drafts, algorithm, topk).run(depth, epochs, deaths)
 
 
 @cache
@@ -250,11 +259,42 @@ def test_outputs_are_those_without_a_network_that_drafts(
 
 
 @pytest.mark.parametrize(
-    ("model", "algorithm"), [("tiny-llama", "standalone"), ("tiny-llama", "eagle3"), ("tiny-deepseek", "mtp")]
+    ("model", "algorithm", "page_size", "max_drafts", "topk", "depth"),
+    [
+        ("tiny-llama", "eagle3", 16, 7, 3, 2),
+        ("tiny-deepseek", "mtp", 1, 5, 2, 1),
+        *(
+            pytest.param(model, algorithm, page_size, max_drafts, topk, depth, marks=pytest.mark.full)
+            for model, algorithm in (("tiny-llama", "standalone"), ("tiny-llama", "eagle3"), ("tiny-deepseek", "mtp"))
+            for page_size in (1, 16)
+            for max_drafts, topk in ((2, 2), (3, 2), (5, 4), (8, 2), (15, 4))
+            for depth in range(3)
+        ),
+    ],
 )
-def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(model: str, algorithm: str) -> None:
+def test_outputs_are_those_without_a_tree_of_drafts(
+    model: str, algorithm: str, page_size: int, max_drafts: int, topk: int, depth: int
+) -> None:
+    """The KV of accepted drafts, which lay where other branches have theirs, has the bits of a prefill as well."""
+    run = _run(model, page_size, max_drafts, depth=depth, algorithm=algorithm, topk=topk)
+    assert run.outputs == _plain(model).outputs
+    assert 0 < run.accepted < run.drafted
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "topk"),
+    [
+        ("tiny-llama", "standalone", 1),
+        ("tiny-llama", "eagle3", 1),
+        ("tiny-deepseek", "mtp", 1),
+        ("tiny-llama", "eagle3", 3),
+    ],
+)
+def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(
+    model: str, algorithm: str, topk: int
+) -> None:
     """A claim adopts pages whose KV of the network is there too; the next worker has none of it."""
-    run = _run(model, 4, 4, depth=2, epochs=(5, 6, 14), deaths=(9, 20), algorithm=algorithm)
+    run = _run(model, 4, 4, depth=2, epochs=(5, 6, 14), deaths=(9, 20), algorithm=algorithm, topk=topk)
     assert run.outputs == _plain(model).outputs and run.accepted > 0
 
 

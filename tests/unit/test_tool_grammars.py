@@ -12,6 +12,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.formats import ChatFormat
 from radixmesh.daemons.router.chat.parts import ChatMessage, Tool, ToolMode, ToolUse, read_whole
 from radixmesh.daemons.router.chat.tool_grammar import is_unguided, tool_grammar
+from radixmesh.daemons.router.http.endpoints.constraints import grammar_of
 from radixmesh.daemons.router.http.endpoints.tool_fields import pack_use, read_tools, unpack_use
 from radixmesh.daemons.router.requests.grammars import settle_thought
 from radixmesh.daemons.runtime.errors import MeshError
@@ -130,6 +131,81 @@ def test_strict_tools_bind_a_call_that_the_model_begins(backend: GrammarBackend,
         message = read_whole(ChatFormat.of(calls, "none", "").parser(use, "", request_id="r", index=0), text)
         assert message.tool_calls and message.content.startswith("Well.") and not is_list
         check_calls(message)
+
+
+def allowing(mode: str, *names: str) -> bytes:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return json.dumps({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}).encode()
+
+
+def test_calls_among_some_of_the_tools(backend: GrammarBackend) -> None:
+    use = read_tools(functions(), allowing("required", "robot.stop"), None)
+    assert use.mode is ToolMode.REQUIRED and [tool.name for tool in use.tools] == ["robot.stop"]
+    text = sampled(backend, tag(use, "hermes")[0], 3)
+    assert '"robot.stop"' in text and '"turn"' not in text
+    auto = read_tools(functions(), allowing("auto", "turn"), None)
+    assert auto.mode is ToolMode.AUTO
+    for name, num_calls in (("turn", 1), ("robot.stop", 0)):
+        written = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        parser = ChatFormat("hermes").parser(auto, "", request_id="r", index=0)
+        message = read_whole(parser, written)
+        assert len(message.tool_calls) == num_calls and (num_calls or message.content == written)
+
+
+@pytest.mark.parametrize(
+    ("choice", "field"),
+    [
+        (allowing("required"), "tool_choice"),
+        (allowing("required", "fly"), "tool_choice"),
+        (allowing("never", "turn"), "tool_choice.allowed_tools.mode"),
+        (b'{"type": "allowed_tools"}', "tool_choice"),
+        (
+            b'{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}',
+            "tool_choice.allowed_tools.tools.0.function.name",
+        ),
+        (allowing("auto", *["turn"] * 1025), "tool_choice.allowed_tools.tools"),
+    ],
+)
+def test_a_choice_among_tools_that_are_not_there(choice: bytes, field: str) -> None:
+    with pytest.raises(MeshError) as raised:
+        read_tools(functions(), choice, None)
+    assert raised.value.metadata["field"] == field, raised.value
+
+
+OLDER_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<stop>", "schema": STOP, "end": "</stop>"}],
+    "triggers": ["<stop"],
+}
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_structural_tags_as_they_were_written_first(backend: GrammarBackend, is_text: bool) -> None:
+    raw = json.dumps(json.dumps(OLDER_TAG) if is_text else OLDER_TAG).encode()
+    grammar, field = grammar_of({"structural_tag" if is_text else "response_format": raw})
+    assert grammar is not None and field
+    matcher = backend.load(backend.compile(grammar_source(grammar))).matcher()
+    text = 'I <b>will</b> <stop>{"now": true}</stop> so'
+    taken = [matcher.accept(byte) for byte in text.encode()]
+    assert all(taken), text[: taken.index(False)]
+    matcher = backend.load(backend.compile(grammar_source(grammar))).matcher()
+    assert not all(matcher.accept(byte) for byte in b'<stop>{"now": 1}</stop>')
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"triggers": []}, "structural_tag"),
+        ({"structures": []}, "structural_tag"),
+        ({"structures": [{"begin": "<stop>", "end": "x"}]}, "structural_tag.structures.0.schema"),
+        ({"structures": [{"begin": "<stop>", "schema": {"not": {}}, "end": "x"}]}, ""),
+        ({"structures": [{}] * 1025}, "structural_tag.structures"),
+    ],
+)
+def test_structural_tags_that_cannot_be(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(MeshError) as raised:
+        grammar_of({"structural_tag": json.dumps({**OLDER_TAG, **changes}).encode()})
+    assert raised.value.metadata.get("field", "") == field, raised.value
 
 
 def test_tools_that_nobody_holds_to_their_schemas() -> None:

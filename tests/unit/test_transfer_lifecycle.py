@@ -128,7 +128,8 @@ TestTransfers = TransferMachine.TestCase
 
 def test_a_writer_that_comes_back_late_finds_its_region_given_up_and_held() -> None:
     seen = Reception(10.0, writes_are_seen=True)
-    assert seen.expire(10.0) and seen.is_memory_free, "nobody has begun, and nobody can"
+    assert not seen.expire(9.9) and seen.expire(10.0) and not seen.expire(11.0)
+    assert seen.is_memory_free, "nobody has begun, and nobody can"
     assert not seen.begin_write("a")
     remote = Reception(10.0, writes_are_seen=False)
     assert remote.expire(11.0) and remote.is_quarantined
@@ -137,6 +138,16 @@ def test_a_writer_that_comes_back_late_finds_its_region_given_up_and_held() -> N
     assert written.is_quarantined and not written.may_write("a")
     written.last_word("a", is_done=True)
     assert written.is_memory_free and written.failure is Failure.LEASE_EXPIRED
+
+
+@pytest.mark.parametrize("failure", [Failure.NONE, Failure.STAMP])
+def test_a_region_is_free_again_once_it_was_scattered(failure: Failure) -> None:
+    reception = Reception(10.0, writes_are_seen=True)
+    assert reception.begin_write("a")
+    reception.last_word("a", is_done=True)
+    assert reception.begin_scatter() and not reception.is_memory_free
+    reception.scattered(failure)
+    assert reception.is_over and reception.is_memory_free and not reception.is_quarantined
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:

@@ -15,7 +15,8 @@ from radixmesh.daemons.scheduler.results.outputs import Outputs
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
+from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, EachRow
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 
@@ -86,6 +87,32 @@ def _drafter(tokens: dict[int, list[int]], seed: int, share: float) -> Drafter:
     return EachRow(draft)
 
 
+class _Trees(EachRow):
+    """The same, hidden in trees of random drafts: what is right is any child of its parent."""
+
+    def __init__(self, of_chains: Drafter, seed: int) -> None:
+        super().__init__(lambda sample, most: ())
+        self._of_chains, self._rng = of_chains, random.Random(seed)
+
+    def propose_trees(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        return [
+            self._hidden(ids.tolist(), row.most) for row, ids in zip(rows, self._of_chains.propose(rows), strict=True)
+        ]
+
+    def _hidden(self, chain: list[int], most: int) -> DraftTree:
+        """Parents may be named before or behind the right path's own rows."""
+        ids, parents, path = [], [], [0]
+        for token in chain[: most - most // 2]:
+            while len(ids) < most - len(chain) and self._rng.random() < 0.6:
+                # Other ids than the right one, or siblings would be the same draft twice.
+                ids.append(self._rng.randrange(200, 700))
+                parents.append(self._rng.randrange(len(ids)))
+            ids.append(token)
+            parents.append(path[-1])
+            path.append(len(ids))
+        return DraftTree.grown(ids[:most], parents[:most])
+
+
 @pytest.fixture(scope="module")
 def plain() -> tuple[_Answers, int]:
     return _answers(_runner())
@@ -101,3 +128,17 @@ def test_drafts_change_no_bit_of_an_output(plain: tuple[_Answers, int], max_draf
     assert got.bits() == expected.bits() and len(expected.bits()) == 5
     # Drafts were accepted: it took fewer steps.
     assert num_fewer < num_steps
+
+
+@pytest.mark.parametrize("max_drafts", [3, 6, 20])
+def test_trees_of_drafts_change_no_bit_of_an_output(plain: tuple[_Answers, int], max_drafts: int) -> None:
+    """Branches stand before the path that is accepted, and behind it, at its positions."""
+    expected, num_steps = plain
+    runner, noted = _runner(), []
+    runner.verify(_Trees(_drafter(expected.tokens, max_drafts, 0.9), max_drafts), max_drafts=max_drafts)
+    move = runner.pool.move_tokens
+    runner.pool.move_tokens = lambda sources, targets: noted.append(len(sources)) or move(sources, targets)  # type: ignore[method-assign, func-returns-value]
+    got, num_fewer = _answers(runner)
+    assert got.tokens == expected.tokens
+    assert got.bits() == expected.bits() and len(expected.bits()) == 5
+    assert num_fewer < num_steps and sum(noted) > 10, "no accepted draft lay behind another branch"

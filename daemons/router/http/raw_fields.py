@@ -32,7 +32,9 @@ _FORMS: Mapping[str, tuple[Schema, ...]] = {
     **dict.fromkeys(("regex", "ebnf", "guided_regex", "guided_grammar", "instructions"), (_TEXT,)),
     **dict.fromkeys(("structural_tag", "format", "tool_choice"), _TEXT_OR_OBJECT),
     **dict.fromkeys(("logit_bias", "stream_options", "response_format", "structured_outputs"), (_OBJECT,)),
-    **dict.fromkeys(("chat_template_kwargs", "thinking", "output_config", "options", "reasoning"), (_OBJECT,)),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "thinking", "output_config", "options", "reasoning", "metadata"), (_OBJECT,)
+    ),
     # true is a schema too.
     **dict.fromkeys(("json_schema", "guided_json"), (*_TEXT_OR_OBJECT, _FLAG)),
     "sampling_params": (_OBJECT, _OBJECTS),

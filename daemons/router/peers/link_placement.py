@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from radixmesh.daemons.router.peers.link_table import LinkTable
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
@@ -119,7 +121,12 @@ class LinkPlacement:
     def state_of(self, link: SchedulerLink) -> ReplicaState:
         """Outputs that run or wait there by now."""
         row, table = self._rows[link].number, self._placement.replicas
-        return ReplicaState(num_outputs=int(table.num_outputs[row]), queued_tokens=int(table.queued_tokens[row]))
+        slowness = table.slowness(np.array([row]))
+        return ReplicaState(
+            num_outputs=int(table.num_outputs[row]),
+            queued_tokens=int(table.queued_tokens[row]),
+            slowness=1.0 if slowness is None else float(slowness[0]),
+        )
 
     def routed(self, link: SchedulerLink) -> Routed:
         """Decisions for the scheduler since it was added."""

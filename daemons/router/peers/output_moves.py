@@ -142,13 +142,13 @@ class OutputMoves:
         if len(links) < 2:
             return
         states = {link: self._placement.state_of(link) for link in links}
-        source = max(links, key=lambda link: states[link].num_outputs)
-        most, least = states[source].num_outputs, min(state.num_outputs for state in states.values())
-        mean = sum(state.num_outputs for state in states.values()) / len(links)
+        source = max(links, key=lambda link: states[link].weight)
+        most, least = states[source], min(states.values(), key=lambda state: state.weight)
+        mean = sum(state.weight for state in states.values()) / len(links)
         if not is_uneven(most, least, mean):
             return
         # Other routers may see the same, and what has moved shows in loads only later: no more than half the way.
-        room = max(1, (most - least) // 4)
+        room = max(1, int((most.weight - least.weight) / (most.slowness + least.slowness) / 2))
         groups = [outputs for outputs in _movable(source.outputs()) if _may_move(outputs, now)]
         for outputs in heapq.nsmallest(_MOST_ESTIMATED, groups, key=_num_tokens):
             if room <= 0:
@@ -156,9 +156,9 @@ class OutputMoves:
             takers = [link for link in self._takers(outputs, now) if link is not source and link in states]
             if len(outputs) > room or not takers:
                 continue
-            target = min(takers, key=lambda link: self._placement.state_of(link).num_outputs)
+            target = min(takers, key=lambda link: self._placement.state_of(link).weight)
             here, there = self._placement.state_of(source), self._placement.state_of(target)
-            if not is_uneven(here.num_outputs, there.num_outputs, mean):
+            if not is_uneven(here, there, mean):
                 continue
             if gain_of(self._movable_of(outputs, source, target), here, there) > 0:
                 room -= self._move(source, outputs, "overload", target)

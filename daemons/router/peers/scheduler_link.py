@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -108,6 +109,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             cached_tokens=load.cached_pages * page_size,
             # A peer may send any number, or none.
             host_load_cost=load.host_load_cost if 0.0 <= load.host_load_cost <= 1.0 else 1.0,
+            token_us=load.token_us if 0 < load.token_us < math.inf else 0.0,
         )
 
     @property

@@ -20,10 +20,17 @@ _LEAST_REMAINING = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """num_outputs: running or waiting there. queued_tokens: still to be prefilled there."""
+    """num_outputs: running or waiting there. queued_tokens: still to be prefilled there. slowness: time for the same
+    work, as a multiple of the fastest replica's."""
 
     num_outputs: int
     queued_tokens: int
+    slowness: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """Outputs, as many as they would be on the fastest replica: weights are even where outputs are as fast."""
+        return self.num_outputs * self.slowness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +49,10 @@ class MovableOutputs:
     uncached_there: int
 
 
-def is_uneven(here: int, there: int, mean: float) -> bool:
-    """True if a replica with `here` outputs is overloaded, beside one with `there` and a mean over all."""
-    return here >= _LEAST_OUTPUTS and here - there > max(2.0, 2 * _EVEN_SHARE * mean)
+def is_uneven(here: ReplicaState, there: ReplicaState, mean: float) -> bool:
+    """True if a replica is overloaded, beside another one. mean: of the weights of all."""
+    least = max(2.0 * here.slowness, 2 * _EVEN_SHARE * mean)
+    return here.num_outputs >= _LEAST_OUTPUTS and here.weight - there.weight > least
 
 
 def remaining_of(num_ids: int, max_tokens: int, *, ends_early: bool) -> int:
@@ -60,10 +68,12 @@ def gain_of(moved: MovableOutputs, here: ReplicaState, there: ReplicaState) -> f
     output meets fewer rows itself. Its prefill there holds up all who are there; what it had still to be prefilled here
     holds up nobody here any more.
     """
-    fewer = here.num_outputs - there.num_outputs - moved.num_outputs
-    row = _ROW_TOKENS + _CONTEXT_TOKENS * moved.num_tokens
-    spared = 2 * fewer * row * moved.remaining
+    num, row = moved.num_outputs, _ROW_TOKENS + _CONTEXT_TOKENS * moved.num_tokens
+    # Rows that the others' steps have, and those that its own have, before and after.
+    fewer_here, more_there = 2 * here.num_outputs - num, 2 * there.num_outputs + num
+    spared = (fewer_here * here.slowness - more_there * there.slowness) * row * moved.remaining
     if moved.uncached_here:
-        spared += here.num_outputs * moved.uncached_here + max(0, here.queued_tokens - moved.uncached_here)
-    cost = (there.num_outputs + moved.num_outputs) * moved.uncached_there + there.queued_tokens
+        queued = max(0, here.queued_tokens - moved.uncached_here)
+        spared += (here.num_outputs * moved.uncached_here + queued) * here.slowness
+    cost = ((there.num_outputs + num) * moved.uncached_there + there.queued_tokens) * there.slowness
     return spared - _MARGIN * cost

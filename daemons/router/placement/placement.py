@@ -172,6 +172,7 @@ class Placement:
             free_tokens=table.free_tokens[chosen],
             cached_tokens=table.cached_tokens[chosen],
             load_tokens=load_tokens,
+            slowness=table.slowness(chosen) if self.policy.needs_matches else None,
         )
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
         index = self.policy.pick(num_tokens, first, candidates, request.session)
@@ -205,7 +206,8 @@ class Placement:
             self._rows[decision.row].sent.add(decision.keys, self._now())
 
     def tick(self) -> None:
-        """Call every second or so: what was sent is by now in the caches that are reported."""
+        """Call every second or so: what was sent is by now in the caches that are reported, and speeds have changed."""
+        self.replicas.compare_speeds()
         before = self._now() - _SENT_S
         for replica in self._rows.values():
             if replica.is_reported:

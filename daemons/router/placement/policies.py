@@ -20,7 +20,7 @@ class Candidates:
     """Replicas that can take an output, in any order; every column has as many entries.
 
     rows: their numbers in `names`, the addresses of all replicas. matched_tokens: of the prompt, that the replica has
-    cached as far as the router knows. load_tokens: see placement_costs(). Others: see Replicas.
+    cached as far as the router knows. load_tokens, slowness: see placement_costs(). Others: see Replicas.
     """
 
     names: Sequence[str]
@@ -31,6 +31,7 @@ class Candidates:
     free_tokens: IntColumn
     cached_tokens: IntColumn
     load_tokens: FloatColumn | None = None
+    slowness: FloatColumn | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -167,6 +168,7 @@ class CacheAware(PlacementPolicy):
             free_tokens=candidates.free_tokens,
             num_outputs=candidates.num_outputs,
             load_tokens=candidates.load_tokens,
+            slowness=candidates.slowness,
         )
         return int(costs.argmin())
 

@@ -11,12 +11,16 @@ import numpy.typing as npt
 IntColumn = npt.NDArray[np.int64]
 FloatColumn = npt.NDArray[np.float64]
 NO_BOUND = 1 << 40
+# Speeds are learned, a few percent off: below this ratio replicas count as equal. Beyond the other one a replica is
+# hardly of use, and one that measured nonsense still gets some work. Models of one router may be far apart.
+_EVEN_SPEEDS, _SLOWEST = 1.25, 32.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV.
-    host_load_cost: time of a token that is loaded from host memory, as a share of a computed one's."""
+    host_load_cost: time of a token that is loaded from host memory, as a share of a computed one's.
+    token_us: by which a token more makes a step longer; 0 = not known."""
 
     submit_sequence: int
     num_running: int
@@ -25,6 +29,7 @@ class ReplicaLoad:
     free_tokens: int
     cached_tokens: int
     host_load_cost: float = 0.0
+    token_us: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class Replicas:
         self.host_load_costs: FloatColumn = np.zeros(0)
         self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """With so many outputs the replica is full; NO_BOUND = never."""
+        self._token_us: FloatColumn = np.zeros(0)
+        self._slowness: FloatColumn | None = None
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -95,6 +102,7 @@ class Replicas:
     def remove(self, row: int) -> None:
         """The row may be used again."""
         self.addresses[row] = ""
+        self._token_us[row] = 0.0
         self._free.append(row)
 
     def restart(self, row: int) -> None:
@@ -112,6 +120,7 @@ class Replicas:
         self.free_tokens[row] = load.free_tokens
         self.cached_tokens[row] = load.cached_tokens
         self.host_load_costs[row] = load.host_load_cost
+        self._token_us[row] = load.token_us
         self._update(row)
 
     def take_sent(self, row: int, sequence: int, num_tokens: int, uncached: int) -> None:
@@ -136,6 +145,23 @@ class Replicas:
             self.num_own[row] -= 1
             self.queued_tokens[row] -= sent.uncached
 
+    def compare_speeds(self) -> None:
+        """Call every second or so: what slowness() says follows the loads since the last call.
+
+        A replica whose speed is not known counts as one in the middle of those known.
+        """
+        self._slowness = None
+        known = self._token_us[self._token_us > 0]
+        if len(known) < 2 or known.max() < _EVEN_SPEEDS * known.min():
+            return
+        slowness = np.where(self._token_us > 0, self._token_us, np.median(known)) / known.min()
+        slowness[slowness < _EVEN_SPEEDS] = 1.0
+        self._slowness = np.minimum(slowness, _SLOWEST)
+
+    def slowness(self, rows: IntColumn) -> FloatColumn | None:
+        """By row: time for the same work, as a multiple of the fastest one's; None where all take about as long."""
+        return None if self._slowness is None else self._slowness[rows]
+
     def _update(self, row: int) -> None:
         replica = self._replicas[row]
         self.num_own[row] = len(replica.sent)
@@ -148,6 +174,8 @@ class Replicas:
 
     def _grow(self) -> None:
         size = max(16, 2 * len(self.num_outputs))
+        self._token_us = np.concatenate([self._token_us, np.zeros(size - len(self._token_us))])
+        self._slowness = None  # Until they are compared anew: the new rows have none.
         (
             self.num_outputs,
             self.num_own,

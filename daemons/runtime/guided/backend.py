@@ -138,6 +138,11 @@ class GrammarMatcher(ABC):
         return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
 
     @staticmethod
+    def over_among(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[int]:
+        """Indexes of those that are over, of matchers that have just gone over these tokens."""
+        return [index for index, matcher in enumerate(matchers) if matcher.is_over]
+
+    @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
         """fill() of several matchers of one backend, none of which is over, into these rows of int32 [any, words]."""
         for matcher, row in zip(matchers, rows, strict=True):

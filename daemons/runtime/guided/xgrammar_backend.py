@@ -101,7 +101,7 @@ class _Compiled(CompiledGrammar):
         self.num_bytes = compiled.memory_size_bytes
 
     def matcher(self) -> GrammarMatcher:
-        return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos_ids))
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos_ids), self._eos_ids)
 
 
 def _num_cores() -> int:
@@ -115,8 +115,9 @@ _MOST_FILL_THREADS = 8
 class _Matcher(GrammarMatcher):
     fill_threads = max(1, min(_MOST_FILL_THREADS, _num_cores() - 4))
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, eos_ids: list[int]) -> None:
         self._matcher = matcher
+        self._eos_ids = eos_ids
 
     def fill(self, words: MaskWords) -> None:
         self._matcher.fill_next_token_bitmask(words[None], 0)
@@ -138,6 +139,14 @@ class _Matcher(GrammarMatcher):
     @staticmethod
     def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
         return xgrammar.BatchGrammarMatcher.batch_accept_token(_inner(matchers), list(tokens))
+
+    @staticmethod
+    def over_among(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[int]:
+        # A text ends by one of these alone; asking the library for each of hundreds takes longer than this.
+        first = matchers[0]
+        assert isinstance(first, _Matcher)
+        ends = first._eos_ids
+        return [index for index, token in enumerate(tokens) if token in ends and matchers[index].is_over]
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], words: npt.NDArray[np.int32], rows: Sequence[int]) -> None:

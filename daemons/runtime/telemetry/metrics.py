@@ -31,6 +31,9 @@ class Metrics:
         self._make_queue_metrics(make)
         self._make_step_metrics(make)
         self._make_cache_metrics(make)
+        self._make_tier_metrics(make)
+        self._make_expert_metrics(make)
+        self._make_transfer_metrics(make)
         self.errors = make.counter("radixmesh_errors_total", _ALL, "Typed errors that left this daemon.", ["reason"])
         self.tasks = make.gauge("radixmesh_tasks", _ALL, "Asyncio tasks that are not done.")
         self.restarts = make.counter(
@@ -216,6 +219,11 @@ class Metrics:
             "Of these, tokens that sampling confirmed; the others were wasted.",
             ["position"],
         )
+        self.draft_seconds = make.counter(
+            "radixmesh_draft_seconds_total",
+            "worker",
+            "Part of the device time that went to proposing drafts; 0 where captured steps of a GPU propose them.",
+        )
         self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
@@ -277,6 +285,9 @@ class Metrics:
             by,
             "Share of KV pages that could not be granted now: neither free nor evictable.",
         )
+
+    def _make_tier_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.host_kv_pages = make.gauge(
             "radixmesh_host_kv_pages", by, "Pages of the workers' host memory that hold KV, of all data-parallel ranks."
         )
@@ -324,6 +335,9 @@ class Metrics:
         self.kv_fetch_seconds = make.counter(
             "radixmesh_kv_fetch_seconds_total", by, "Seconds from the wish of a fetch to its answer, of all."
         )
+
+    def _make_expert_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.expert_balancedness = make.gauge(
             "radixmesh_expert_balancedness",
             by,
@@ -340,6 +354,9 @@ class Metrics:
         self.expert_move_longest_seconds = make.gauge(
             "radixmesh_expert_move_longest_seconds", by, "Longest time that a step was given to moving experts."
         )
+
+    def _make_transfer_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
         self.kv_transfers = make.counter(
             "radixmesh_kv_transfers_total",
             by,

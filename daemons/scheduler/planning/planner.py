@@ -32,6 +32,7 @@ from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.planning.token_time import TokenTime
 from radixmesh.daemons.scheduler.queue.deadlines import Deadlines, deadline_error
 from radixmesh.daemons.scheduler.queue.intake import Intake, aborted_error
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits
@@ -78,6 +79,7 @@ class Planner:
         self.flush = CacheFlush()
         self.experts = ExpertBalancer(settings.balance)
         self.estimate = StepEstimate()
+        self.token_time = TokenTime()
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
@@ -347,6 +349,7 @@ class Planner:
         self.counters.processed(step, result)
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
         if step.num_tokens and device_us > 0:
+            self.token_time.observe(step.num_tokens, device_us, self.estimate.expect_us(step.num_tokens))
             self.estimate.observe(step.num_tokens, device_us)
         check_pages(state, self.counters, is_strict=self._settings.check_invariants, retract=self._retraction.leave)
         return self.take_outputs()

@@ -34,6 +34,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         epoch=loop.epoch,
         role=ROLES[loop.role],
         num_slots=planner.group.num_slots * planner.group.dp_size if planner.group is not None else 0,
+        token_us=planner.token_time.us,
     )
     if planner.state is not None:
         state = planner.state
@@ -96,7 +97,7 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
     )
     if planner.state is not None:
         counts = planner.state.page_counts()
-        response.depth = loop.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
+        response.depth = loop.sender.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
         response.owned_pages, response.leased_pages = counts[PageState.OWNED], counts[PageState.LEASED]
         response.adopted_tokens = planner.state.num_adopted_tokens
         response.evicted_pages = planner.state.num_evicted

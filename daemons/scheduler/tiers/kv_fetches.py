@@ -132,8 +132,8 @@ class KvFetches:
         self._unpark(fetch)
 
     def _note_missing(self, fetch: KvFetch, num_there: int, page_size: int) -> None:
-        """The store lacks the page behind those: who wants that one too has its answer. Otherwise the requests that
-        share a prefix would ask for it one after the other, while all of them wait."""
+        """The store lacks the next page: requests that would ask for it have their answer. Otherwise those that share a
+        prefix would ask for it one after the other, while all of them wait."""
         if num_there * page_size < len(fetch.ids):
             for sequence in fetch.sequences:
                 ids = sequence.token_ids()[: sequence.max_cached_len()]

@@ -1,7 +1,8 @@
-"""A drafter that is a network: it follows what the target computes, in pages of its own, and drafts a chain.
+"""A drafter that is a network: it follows what the target computes, in pages of its own, and drafts chains or trees.
 
     computed    features of the target's tokens are kept; of chunks the network computes its own KV as well
-    propose     rows that the network lacks, up to the last token, which gives the first draft; then one row a draft
+    propose     rows that the network lacks, up to the last token, which gives the first draft; then one row a draft of
+                a chain, or the frontier of a tree, level by level, with KV in scratch pages behind the others
 
 A token is *fresh* while the network's KV of it was computed from the tokens and features that the target has there. The
 target's writes make tokens stale, the network's make them fresh. So its KV may lapse, for as long as drafts do not pay,
@@ -20,16 +21,37 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.cpu.growing_tree import GrowingTree, ranked_rows
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, sample_rows
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.model import ModelBatch
 from radixmesh.daemons.worker.runner import SampleInput, Segment
-from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
 from radixmesh.daemons.worker.tiles import RowTiles
 
-MOST_BEHIND = 128
-"""Tokens of a row that one step computes at most beside the last one: what bounds a step in which drafts pay again."""
+_SCRATCH_TOKENS = 2048
+
+
+class TreeShape(NamedTuple):
+    """topk: drafts that may follow a draft, and those of a level that others follow. num_steps: levels."""
+
+    topk: int
+    num_steps: int
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Of the network, behind the last token: the last level is only predicted."""
+        return self.topk * (self.num_steps - 1)
+
+    @property
+    def scratch_tokens(self) -> int:
+        return max(_SCRATCH_TOKENS, self.tokens_per_row)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        return self.scratch_tokens // max(1, self.tokens_per_row)
 
 
 class _Part(NamedTuple):
@@ -41,11 +63,20 @@ class _Part(NamedTuple):
 
 
 class ModelDrafter(Drafter):
-    """pool: as many pages as the target's, of the network's planes. dtype: of the features that are kept."""
+    """pool: as many pages as the target's, of the network's planes, and behind them `scratch_tokens` for trees. dtype:
+    of the features that are kept. shape: of the trees; None: chains."""
 
-    def __init__(self, model: DraftModel, pool: KvPool, attention: AttentionBackend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        pool: KvPool,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        shape: TreeShape | None = None,
+    ) -> None:
         self.hidden_layers = model.hidden_layers
         self._model, self._pool, self._attention = model, pool, attention
+        self._shape = shape
         self._tiles = RowTiles(None)
         num_tokens = (pool.num_pages + 1) * pool.page_size
         self._features_SF = torch.zeros(num_tokens, model.num_features, dtype=dtype) if model.num_features else None
@@ -75,6 +106,25 @@ class ModelDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
         drafts = [empty_ints() for _ in rows]
+        chosen, output = self._follow(rows)
+        self._chain(rows, chosen, output, drafts)
+        return drafts
+
+    @torch.inference_mode()
+    def propose_trees(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        if self._shape is None:
+            return super().propose_trees(rows)
+        trees = [GrowingTree(self._shape.topk) for _ in rows]
+        chosen, output = self._follow(rows)
+        most = self._shape.rows_at_a_time
+        for first in range(0, len(chosen), most):
+            part = slice(first, first + most)
+            self._grow(rows, chosen[part], output[part], trees)
+        return [tree.best(row.most) for row, tree in zip(rows, trees, strict=True)]
+
+    def _follow(self, rows: Sequence[DraftRow]) -> tuple[list[int], torch.Tensor]:
+        """Computes what the network lacks of rows: the indexes of those that it has up to the last token now, and its
+        output for these tokens."""
         parts: list[_Part] = []
         chosen: list[int] = []
         for index, row in enumerate(rows):
@@ -88,12 +138,17 @@ class ModelDrafter(Drafter):
             self._fresh_lens[row.slot] = stop
             chosen.append(index)
         if not parts:
-            return drafts
+            return [], torch.empty(0)
         output = self._compute(parts)
         ends = np.cumsum([len(part.ids) for part in parts]) - 1
         reached = [number for number, index in enumerate(chosen) if _stop(parts[number]) == rows[index].sample.position]
-        self._chain(rows, [chosen[number] for number in reached], output[torch.from_numpy(ends[reached])], drafts)
-        return drafts
+        return [chosen[number] for number in reached], output[torch.from_numpy(ends[reached])]
+
+    @torch.inference_mode()
+    def moved(self, sources: SlotArray, targets: SlotArray) -> None:
+        # The network's own KV of them is of a draft's features, and stale since they were computed.
+        if self._features_SF is not None:
+            self._features_SF[torch.from_numpy(targets)] = self._features_SF[torch.from_numpy(sources)]
 
     @torch.inference_mode()
     def copied(self, source: int, target: int, num_tokens: int) -> None:
@@ -138,8 +193,46 @@ class ModelDrafter(Drafter):
             if parts:
                 output = self._forward(parts, features)
 
+    def _grow(
+        self, rows: Sequence[DraftRow], chosen: list[int], output: torch.Tensor, trees: Sequence[GrowingTree]
+    ) -> None:
+        """Grows the trees of the chosen rows. output: of the network for their last tokens."""
+        assert self._shape is not None
+        slots = {index: self._slots(rows[index].pages, rows[index].sample.position) for index in chosen}
+        scratch = iter(range(self._pool.zero_slot - self._shape.scratch_tokens, self._pool.zero_slot))
+        slot_of: dict[tuple[int, int], int] = {}
+        nodes = [(index, 0) for index in chosen]
+        for depth in range(1, self._shape.num_steps + 1):
+            inputs = [
+                input_after(rows[index].sample, trees[index].ids(trees[index].path(node))) for index, node in nodes
+            ]
+            ranked = ranked_rows(self._model.logits(output).numpy(), inputs, self._shape.topk)
+            number_of = {node: number for number, node in enumerate(nodes)}
+            for index in chosen:
+                trees[index].grow([ranked[number_of[index, node]] for node in trees[index].frontier])
+            chosen = [
+                index
+                for index in chosen
+                if depth < self._shape.num_steps and self._may_go_on(rows[index], depth) and trees[index].frontier
+            ]
+            nodes = [(index, node) for index in chosen for node in trees[index].frontier]
+            if not nodes:
+                return
+            slot_of |= dict(zip(nodes, scratch, strict=False))
+            before = [number_of[index, trees[index].parent(node)] for index, node in nodes]
+            parts = []
+            for index, node in nodes:
+                path = trees[index].path(node)
+                own = np.array([slot_of[index, of] for of in path], np.int64)
+                start = rows[index].sample.position + depth - 1
+                parts.append(_Part(trees[index].ids([node]), start, np.concatenate((slots[index], own))))
+            output = self._forward(parts, output[before] if self._features_SF is not None else None)
+
+    def _may_go_on(self, row: DraftRow, num_drafts: int) -> bool:
+        return num_drafts < row.most and row.sample.position + num_drafts <= self._model.max_total_len
+
     def _has_room(self, row: DraftRow, drafts: IntArray) -> bool:
-        return len(drafts) < row.most and row.sample.position + len(drafts) <= self._model.max_total_len
+        return self._may_go_on(row, len(drafts))
 
     def _fresh_len(self, slot: int, slots: SlotArray) -> int:
         """Number of a sequence's first tokens that are fresh, as far as `slots` go. The first one has no row where rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,12 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
-from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
+from radixmesh.daemons.worker.cpu.tree_rows import Moves, accepted_rows, attention_parts, drafts_before, moves_of
 from radixmesh.daemons.worker.cpu.two_batches import TwoBatches, halves
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
@@ -30,7 +32,7 @@ from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatc
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, trees_of
 from radixmesh.daemons.worker.tiles import RowTiles
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
@@ -134,9 +136,10 @@ class CpuRunner(ModelRunner):
     def _observe(self, lengths: DraftLengths, segments: Sequence[Segment], output: StepOutput) -> None:
         decodes = [pair for pair in zip(segments, output.segments, strict=True) if pair[0].max_tokens is not None]
         if decodes:
-            counts = np.array([len(got.tokens) for _, got in decodes], np.int32)
+            counts, drafted = np.array([(len(got.tokens), got.num_drafts) for _, got in decodes], np.int32).T
             duration_ns = output.end_ns - output.start_ns if len(decodes) == len(segments) else None
-            lengths.observe(_slots([segment for segment, _ in decodes]), counts, self._most_drafts, duration_ns)
+            slots = _slots([segment for segment, _ in decodes])
+            lengths.observe(slots, counts, self._most_drafts, duration_ns, drafted)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -148,13 +151,17 @@ class CpuRunner(ModelRunner):
             return []
         drafter = self._drafter
         if drafter is not None:
+            began = time.perf_counter()
             segments = self._with_drafts(drafter, segments)
+            self.draft_seconds += time.perf_counter() - began
         states = HiddenStates(drafter.hidden_layers) if drafter is not None and drafter.hidden_layers else None
         hidden_TD = self._forward(segments, states)
         if drafter is not None:
             num_rows = sum(len(segment.ids) for segment in segments)
             shown = () if states is None else (states.by_layer[layer][:num_rows] for layer in drafter.hidden_layers)
+            began = time.perf_counter()
             drafter.computed(segments, tuple(shown))
+            self.draft_seconds += time.perf_counter() - began
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
         outputs, row = [], 0
@@ -237,15 +244,8 @@ class CpuRunner(ModelRunner):
         padded = self._tiles.padded(num_rows)
         ids, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         ids[:num_rows] = np.concatenate([segment.ids for segment in segments])
-        positions[:num_rows] = np.concatenate(
-            [np.arange(segment.start, segment.start + len(segment.ids)) for segment in segments]
-        )
-        parts = [
-            AttentionSegment(
-                start=s.start, length=len(s.ids), kv_slots=kv_slots(s.pages, s.start + len(s.ids), self.page_size)
-            )
-            for s in segments
-        ]
+        parts = [part for segment in segments for part in attention_parts(segment, self.page_size)]
+        positions[:num_rows] = np.concatenate([np.arange(part.start, part.start + part.length) for part in parts])
         return ModelBatch(
             ids_T=torch.from_numpy(ids),
             positions_T=torch.from_numpy(positions),
@@ -272,8 +272,10 @@ class CpuRunner(ModelRunner):
                 if most > 0 and (self._most_drafts or segment.sample.guide is not None):
                     rows[index] = DraftRow(sample=segment.sample, most=most, slot=segment.slot, pages=segment.pages)
         drafted = list(segments)
-        for index, ids in zip(rows, drafts_of(drafter, list(rows.values()), self.vocab_size), strict=True):
-            drafted[index] = replace(segments[index], ids=np.concatenate((segments[index].ids, ids)))
+        for index, tree in zip(rows, trees_of(drafter, list(rows.values()), self.vocab_size), strict=True):
+            ids = np.concatenate((segments[index].ids, tree.ids))
+            parents = segments[index].parents if tree.is_chain else tree.parents
+            drafted[index] = replace(segments[index], ids=ids, parents=parents)
         return drafted
 
     def _sample(
@@ -281,8 +283,8 @@ class CpuRunner(ModelRunner):
     ) -> tuple[dict[int, list[int]], dict[int, TokenLogprobs]]:
         """Tokens and their logprobs by index of the segment.
 
-        Each drafted position is sampled as if the drafts before it were output, with its own noise; a draft is accepted
-        if it is the token that was sampled there.
+        Each drafted position is sampled as if the drafts on its path were output, with its own noise; a draft is
+        accepted if it is the token that was sampled where it follows.
         """
         ends = np.cumsum([len(segment.ids) for segment in segments])
         inputs: list[SampleInput] = []
@@ -292,11 +294,11 @@ class CpuRunner(ModelRunner):
         for index, segment in enumerate(segments):
             if segment.sample is None:
                 continue
-            drafts = segment.ids[1:] if segment.max_tokens is not None else segment.ids[:0]
-            rows_of[index] = range(len(inputs), len(inputs) + 1 + len(drafts))
-            inputs += [input_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
-            num_drafts += range(1 + len(drafts))
-            chosen += range(int(ends[index]) - 1 - len(drafts), int(ends[index]))
+            before = drafts_before(segment)
+            rows_of[index] = range(len(inputs), len(inputs) + len(before))
+            inputs += [input_after(segment.sample, drafts) for drafts in before]
+            num_drafts += [len(drafts) for drafts in before]
+            chosen += range(int(ends[index]) - len(before), int(ends[index]))
         if not inputs:
             return {}, {}
         rows = self._logits(hidden_TD, np.array(chosen, np.int64))
@@ -304,20 +306,27 @@ class CpuRunner(ModelRunner):
         sampled = sample_rows(masked, adjusted, single_rows)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
+        moves: list[Moves] = []
         for index, of_segment in rows_of.items():
-            drafts = segments[index].ids[1:].tolist() if len(of_segment) > 1 else []
-            accepted = 0
-            while accepted < len(drafts) and sampled[of_segment[accepted]] == drafts[accepted]:
-                # The next step fails the output; the token before is its last.
-                if of_segment[accepted + 1] in stuck_rows:
-                    break
-                accepted += 1
-            first = of_segment.start
-            tokens[index] = sampled[first : first + accepted + 1]
-            num_top = inputs[first].sampling.num_top_logprobs
+            # Behind a row without any the next step fails the output; the token before is its last.
+            is_stuck = [row in stuck_rows for row in of_segment]
+            path = accepted_rows(segments[index], sampled[of_segment.start : of_segment.stop], is_stuck)
+            moves.append(moves_of(segments[index], path, self.page_size))
+            accepted = [of_segment[row] for row in path]
+            tokens[index] = [sampled[row] for row in accepted]
+            num_top = inputs[accepted[0]].sampling.num_top_logprobs
             if num_top is not None:
-                logprobs[index] = token_logprobs(rows[first : first + accepted + 1], tokens[index], num_top)
+                logprobs[index] = token_logprobs(rows[accepted], tokens[index], num_top)
+        self._move(moves)
         return tokens, logprobs
+
+    def _move(self, moves: Sequence[Moves]) -> None:
+        """KV of accepted drafts goes to where their positions lie."""
+        sources, targets = (np.concatenate(of) for of in zip(*moves, strict=True))
+        if len(sources):
+            self.pool.move_tokens(torch.from_numpy(sources), torch.from_numpy(targets))
+            assert self._drafter is not None
+            self._drafter.moved(sources, targets)
 
     def _pool_hidden(self, segments: Sequence[Segment], hidden_TD: torch.Tensor) -> dict[int, FloatArray]:
         """Vectors of embed tasks that end in this step, by index of the segment."""

@@ -65,7 +65,7 @@ class Residual:
 
 
 def note_hidden(hidden: HiddenStates | None, layer: int, residual: Residual) -> None:
-    """Keeps the output of a layer for who wants it: the layers behind it change the residual in place."""
+    """Keeps a copy of a layer's output, if a network that drafts asks for it: later layers change the residual."""
     if hidden is not None and hidden.wants(layer):
         hidden.note(layer, residual.rows().clone())
 

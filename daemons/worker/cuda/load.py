@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
@@ -26,9 +27,10 @@ from radixmesh.daemons.worker.cuda.drafting.load import (
     token_bytes,
 )
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
+from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
-from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
+from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel, SharedOut
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
@@ -36,6 +38,7 @@ from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows,
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
@@ -83,6 +86,7 @@ class DeviceSettings:
     speculation: Speculation | None = None
     max_drafts: int = 0
     tp_collectives: str = "auto"
+    ep_transport: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,7 @@ class ModelOnDevice:
     limits: RunnerLimits
     kv_scales: tuple[KvScales, ...] | None = None
     network: LoadedNetwork | None = None
+    experts: SharedOut | None = None
 
 
 def load_cuda_runner(
@@ -109,10 +114,12 @@ def load_cuda_runner(
     meanwhile: Callable[[], object] = lambda: None,
     index: int = 0,
     ranks: RankGroup | None = None,
+    experts: ExpertDispatch | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
     captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned; meanwhile: work for
     the time that they still take after it. index: of the GPU. ranks: those that hold the model together.
+    experts: places experts on the ranks that share them, and knows these.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -129,7 +136,8 @@ def load_cuda_runner(
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     group = _create_group(settings, ranks, device)
-    runner = create_runner(load_on_device(folder, settings, device, compilers, group))
+    shared = create_shared_out(settings, experts, device)
+    runner = create_runner(load_on_device(folder, settings, device, compilers, group, shared))
     if compilers is not None:
         compilers.wait(meanwhile)
     started = time.monotonic()
@@ -145,10 +153,14 @@ def load_cuda_runner(
 
 
 def load_device_runner(
-    folder: Path, settings: DeviceSettings, device: Device, group: DeviceGroup | None = None
+    folder: Path,
+    settings: DeviceSettings,
+    device: Device,
+    group: DeviceGroup | None = None,
+    experts: SharedOut | None = None,
 ) -> DeviceRunner:
     """Loads and sizes a runner on any device, without warm-up. Raises as `load_cuda_runner`."""
-    return create_runner(load_on_device(folder, settings, device, group=group))
+    return create_runner(load_on_device(folder, settings, device, group=group, experts=experts))
 
 
 def load_on_device(
@@ -157,6 +169,7 @@ def load_on_device(
     device: Device,
     compilers: KernelCompilers | None = None,
     group: DeviceGroup | None = None,
+    experts: SharedOut | None = None,
 ) -> ModelOnDevice:
     """First phase of a start: reads the weights and tunes kernels for them. compilers: are told which Triton kernels
     there will be before anything is tuned. Raises as `load_cuda_runner`."""
@@ -168,7 +181,12 @@ def load_on_device(
     _check_rows(settings)
     _check_deterministic(folder, settings)
     placement = Placement(
-        device=where, dtype=dtype, group=group or LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+        device=where,
+        dtype=dtype,
+        group=group or LocalGroup(),
+        is_out_first=True,
+        max_total_len=settings.max_total_len,
+        experts=LocalDispatch() if experts is None else experts.placed,
     )
     with fitting("weights", "the model, --dtype or --quantization"):
         model = load_model(
@@ -182,7 +200,9 @@ def load_on_device(
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
     kv_scales = _kv_scales(folder, settings, model, where) if attention.kv_dtype == KV_FP8 else None
-    has_graphs = settings.cuda_graphs and model.can_capture and (group is None or group.can_capture)
+    links = (group, None if experts is None else experts.dispatch)
+    can_capture = all(link.can_capture for link in links if link is not None)
+    has_graphs = settings.cuda_graphs and model.can_capture and can_capture
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(
@@ -190,7 +210,8 @@ def load_on_device(
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
-        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs else (),
+        # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
+        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
@@ -203,11 +224,12 @@ def load_on_device(
         limits=limits,
         kv_scales=kv_scales,
         network=network,
+        experts=experts,
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
         sizes = tuned_rows(graph_rows, settings.max_drafts)
-        return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group))
+        return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group, experts=experts))
 
     if compilers is not None and settings.kernels == "triton":
         _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))
@@ -260,6 +282,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             embed_pooling=settings.embed_pooling,
             create_network=network_creator(loaded, num_pages, device_model),
             group=loaded.kernels.group,
+            experts=None if loaded.experts is None else loaded.experts.dispatch,
         )
 
 
@@ -279,6 +302,7 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         prompt_rows=limits.prompt_rows,
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
         + network_work_bytes(loaded.network, settings, limits.max_total_len),
+        num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)
 
@@ -340,3 +364,13 @@ def _create_group(settings: DeviceSettings, ranks: RankGroup | None, device: Dev
 
 def _invalid(field: str, what: str) -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{field} {what}", {"field": field})
+
+
+def create_shared_out(settings: DeviceSettings, placed: ExpertDispatch | None, device: Device) -> SharedOut | None:
+    """The way to the ranks that share the experts, if any do. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+    if placed is None or placed.size == 1:
+        return None
+    assert isinstance(placed, AllToAllDispatch), "ranks share experts by a group of theirs"
+    # No rank decodes more rows at a time than it has slots.
+    dispatch = create_device_dispatch(settings.ep_transport, placed.group, device, max_room=settings.num_slots)
+    return SharedOut(dispatch, placed)

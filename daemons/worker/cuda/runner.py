@@ -20,12 +20,13 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import Admit, Task
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
@@ -63,8 +64,8 @@ _WARM_UP_DECODES = 100
 
 # Flags that decide to how many rows a step is padded.
 _STEP_FLAGS = (
-    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs and "
-    "--tp-collectives"
+    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs, "
+    "--tp-collectives and --ep-transport"
 )
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -105,15 +106,16 @@ class DeviceRunner(ModelRunner):
         embed_pooling: str = "mean",
         create_network: NetworkCreator | None = None,
         group: DeviceGroup | None = None,
+        experts: DeviceDispatch | None = None,
     ) -> None:
         """create_network: of a model that a network drafts for: `verify(runner.network_drafter)`. use_pdl: kernels at a
         step's beginning and end may begin before those ahead of them have ended (Hopper). group: the ranks that hold
-        the model together with this one."""
+        the model together with this one. experts: carries rows to those that share its experts."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
-        self._group = group
+        self._group, self._experts = group, experts
         if group is not None:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
             self.kv_is_whole = pool.is_whole
@@ -172,6 +174,7 @@ class DeviceRunner(ModelRunner):
                 page_size=pool.page_size,
                 graph_rows=limits.graph_rows,
                 use_pdl=use_pdl,
+                experts=experts,
             )
             vectors = PromptVectors(device, model, embed_pooling)
             self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
@@ -196,7 +199,7 @@ class DeviceRunner(ModelRunner):
         grammars, and draft up to so many ids of what these force; `drafter` drafts on the device then, or nothing.
         Attention that needs exact lengths verifies nothing.
         """
-        assert self._group is None, "ranks do not draft together"
+        assert self._group is None and self._experts is None, "ranks do not draft together"
         if not self.can_verify:
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
@@ -229,19 +232,28 @@ class DeviceRunner(ModelRunner):
         return NetworkDrafter(self._network)
 
     def formed(self) -> None:
-        group = self._group
-        if group is None:
-            return
-        sizes = (self._limits, self.model.dtype, self.is_deterministic, self.page_size, type(group).__name__)
-        agree_on_steps(group.ranks, sizes, _STEP_FLAGS)
+        links = [link for link in (self._group, self._experts) if link is not None]
+        for link in links:
+            sizes = (self._limits, self.model.dtype, self.is_deterministic, self.page_size, link.kind)
+            agree_on_steps(link.ranks, sizes, _STEP_FLAGS)
         with self.device.in_order(), torch.inference_mode():
-            if group.is_captured_anew:
+            if any(link.is_captured_anew for link in links):
                 self._prompts.drop()
                 self._decodes.graphs.drop()
-                group.leave()
-            group.form()
-        if group.is_captured_anew:
-            self.warm_up()
+            for link in links:
+                link.leave()
+                link.form()
+        if any(link.is_captured_anew for link in links):
+            self.warm_up(is_compiled=True)
+
+    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+        experts = self._experts
+        if experts is None:
+            return
+        is_low_latency = dispatch is DispatchMode.LOW_LATENCY and 0 < max_tokens_per_rank <= experts.max_room
+        # The same on all ranks: they have agreed on the sizes of graphs.
+        room = self._decodes.graphs.bucket(max_tokens_per_rank) or max_tokens_per_rank
+        experts.room = room if is_low_latency else 0
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
@@ -261,22 +273,25 @@ class DeviceRunner(ModelRunner):
         """False where the attention needs exact lengths, which the host does not know while steps with drafts run."""
         return not self._attention.needs_exact_lengths
 
-    def warm_up(self, *, has_decodes: bool = True) -> None:
+    def warm_up(self, *, has_decodes: bool = True, is_compiled: bool = False) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start.
 
-        has_decodes: False before verify(), which captures the decodes itself: no others come.
+        has_decodes: False before verify(), which captures the decodes itself: no others come. is_compiled: of another
+        generation of the group; ranks that have met send each other what kernels have computed, and nothing else.
         """
         with self.device.in_order(), torch.inference_mode():
-            if self.can_compile_ahead:
+            if self.can_compile_ahead and not is_compiled:
                 compile_ahead(self.launch_all)
             self._prompts.capture()
+            self.set_dispatch_mode(DispatchMode.NORMAL, 0)
             if Task.GENERATE not in self.tasks:
                 self._prompts.warm_up()
                 self.device.record_event().wait()
                 return
             if has_decodes:
                 self._decodes.capture(self._sampler)
+                self.set_dispatch_mode(DispatchMode.NORMAL, 0)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
@@ -286,6 +301,8 @@ class DeviceRunner(ModelRunner):
                 num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
                 if has_decodes or segments:
+                    mode = DispatchMode.NORMAL if segments else DispatchMode.LOW_LATENCY
+                    self.set_dispatch_mode(mode, len(rows.slots))
                     self._launch(rows, segments)
             self.device.record_event().wait()
 
@@ -307,6 +324,8 @@ class DeviceRunner(ModelRunner):
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         if self._group is not None:
             self._group.check()
+        if self._experts is not None:
+            self._experts.check()
         return self._launch(rows, segments)
 
     def _launch(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
@@ -324,7 +343,7 @@ class DeviceRunner(ModelRunner):
         return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
-        if not len(rows.slots):
+        if not len(rows.slots) and self._experts is None:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
             return self._handle(start, start, StepHandle.of(NOTHING), rows.slots)
@@ -446,12 +465,15 @@ class DeviceRunner(ModelRunner):
         """A step on the device, of decode rows of `slots`. The clock places steps in the order in which their results
         are asked for."""
         num_rows, is_guided = len(slots), self.masks.is_guided(slots)
+        check_experts = None if self._experts is None else self._experts.launched(self.device)
 
         def collect() -> StepOutput:
             end.wait()
             if self._group is not None:
                 # Kernels that were told to leave have computed with parts of this rank alone.
                 self._group.check()
+            if check_experts is not None:
+                check_experts()
             start_ns, end_ns = self._clock.place(start, end)
             got = fetched.result()
             tokens, counts = yielded(got.tokens[:num_rows]) if is_guided else (got.tokens[:num_rows], None)

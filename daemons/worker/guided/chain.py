@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +21,16 @@ NO_CHAIN = Chain((), ())
 
 
 def chain_behind(
-    matcher: GrammarMatcher, vocabulary: GreedyTokens, tokens: Sequence[int], before: Chain, most: int, num_words: int
+    matcher: GrammarMatcher,
+    vocabulary: GreedyTokens,
+    tokens: Sequence[int],
+    before: Chain,
+    most: int,
+    num_words: int,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> Chain:
     """Forced tokens behind `tokens`, over which the matcher has gone. before: the chain ahead of them, of which stays
-    what they have not used up. most: tokens up to which more are looked for."""
+    what they have not used up. most: tokens up to which more are looked for, as long as it goes_on()."""
     num = len(tokens)
     if before.masks and list(tokens) == list(before.forced[:num]):
         forced, masks = list(before.forced[num:]), list(before.masks[num:])
@@ -38,7 +44,7 @@ def chain_behind(
             is_accepted = matcher.accept(known)
             assert is_accepted, "it was accepted before"
             accepted += 1
-        while len(forced) < most:
+        while len(forced) < most and goes_on():
             token = vocabulary.forced_by(masks[-1])
             if token is None or not matcher.accept(token):
                 break

@@ -251,8 +251,12 @@ class Guide:
                 raise stuck()
             # Known masks are wanted at once: the next step is on its way.
             sink.publish_chain(self._position, np.stack(first.masks), first.forced)
-            self._chain = chain_behind(*parts, (), first, sink.max_forced, len(sink.words))
-            if len(self._chain.forced) > len(first.forced):
+            # Each mask asks a few times for the interpreter's lock: a chain of many may take longer than a step, whose
+            # tokens then want their masks first.
+            self._chain = chain_behind(
+                *parts, (), first, sink.max_forced, len(sink.words), goes_on=lambda: not self._pending
+            )
+            if len(self._chain.forced) > len(first.forced) and not self._pending:
                 sink.publish_chain(self._position, np.stack(self._chain.masks), self._chain.forced)
             return
         if not is_over:

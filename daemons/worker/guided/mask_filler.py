@@ -19,7 +19,9 @@ from radixmesh.daemons.worker.guided.shared_calls import run_together
 _MIN_GROUP, _MAX_GROUP = 8, 128
 _MIN_THREADS, _MAX_THREADS = 2, 3
 _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the scheduler.
-_MAX_HERE = 512  # The same of a thread that leaves the filling to the library's threads.
+# The same of a thread that leaves the filling to the library's threads: the masks of the first ones are where they are
+# read before those of the last ones are begun.
+_MAX_HERE = 128
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
@@ -38,6 +40,7 @@ class MaskFiller:
         self._slow: SimpleQueue[_Job] = SimpleQueue()
         self._has_started = False
         self._starting = threading.Lock()
+        self._num_turns = 0
 
     def begin(self, guide: Guide) -> None:
         """An output was admitted."""
@@ -54,9 +57,20 @@ class MaskFiller:
         told_s = time.perf_counter()
         shared, alone = Guide.begin(moves)
         self._put((), alone, told_s)
-        for start in range(0, len(shared), _MAX_HERE):
-            for guide in run_together(shared[start : start + _MAX_HERE], (), told_s):
+        for group in self._in_turns(shared):
+            for guide in run_together(group, (), told_s):
                 self._slow.put(((), [guide], 0.0))
+
+    def _in_turns(self, shared: Sequence[tuple[Guide, int]]) -> Sequence[Sequence[tuple[Guide, int]]]:
+        """Groups of equal size. Masks of the last one may be late: each time it is another one."""
+        num = -(-len(shared) // _MAX_HERE)
+        if num < 2:
+            return (shared,) if shared else ()
+        size = -(-len(shared) // num)
+        groups = [shared[start : start + size] for start in range(0, len(shared), size)]
+        self._num_turns += 1
+        first = self._num_turns % len(groups)
+        return (*groups[first:], *groups[:first])
 
     def _put(self, shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float = 0.0) -> None:
         if not shared and not alone:

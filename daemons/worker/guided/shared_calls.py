@@ -37,13 +37,7 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[G
     began, began_s = time.thread_time(), time.perf_counter()
     guides = [guide for guide, _ in shared]
     matchers = [guide.matcher for guide in guides]
-    errors: dict[int, Exception] = {}
-    try:
-        are_accepted = matchers[0].accept_all(matchers, [token for _, token in shared])
-        errors = {index: stuck() for index, is_accepted in enumerate(are_accepted) if not is_accepted}
-    except Exception as error:  # Matchers may be anywhere now: none of them goes on.
-        errors = dict.fromkeys(range(len(shared)), error)
-    chosen = [index for index, matcher in enumerate(matchers) if index not in errors and not matcher.is_over]
+    chosen, errors = _go_over(matchers, [token for _, token in shared])
     words = _own_words(len(chosen), guides[0].num_words)
     since_s = time.perf_counter()
     if chosen:
@@ -52,7 +46,7 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[G
     took_s = time.thread_time() - began
     if matchers[0].fill_threads > 1:  # CPU time of other threads: nobody tells it.
         took_s = max(took_s, filled_s - since_s)
-    if took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides):
+    if took_s > SLOW_S and took_s > SLOW_S + 2 * sum(guide.alone_s for guide in guides):
         for guide in guides:
             guide.suspect()
     positions = [guide.went_on() for guide in guides]
@@ -69,6 +63,21 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[G
     return more
 
 
+def _go_over(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> tuple[Sequence[int], dict[int, Exception]]:
+    """Indexes of the matchers that go on behind their tokens, and the errors of those that cannot."""
+    everyone = range(len(matchers))
+    try:
+        are_accepted = matchers[0].accept_all(matchers, tokens)
+        left = set(matchers[0].over_among(matchers, tokens))
+    except Exception as error:  # Matchers may be anywhere now: none of them goes on.
+        return (), dict.fromkeys(everyone, error)
+    errors: dict[int, Exception] = {}
+    if not all(are_accepted):
+        errors = {index: stuck() for index in everyone if not are_accepted[index]}
+    left.update(errors)
+    return [index for index in everyone if index not in left] if left else everyone, errors
+
+
 def _own_words(num: int, num_words: int) -> MaskWords:
     """This thread's memory for so many masks."""
     words: MaskWords | None = getattr(_own, "words", None)
@@ -82,7 +91,8 @@ def _fill_together(
 ) -> None:
     """Masks of the chosen matchers into the rows of `words`, an error where there is none."""
     try:
-        matchers[0].fill_all([matchers[index] for index in chosen], words, range(len(chosen)))
+        among = matchers if len(chosen) == len(matchers) else [matchers[index] for index in chosen]
+        matchers[0].fill_all(among, words, range(len(chosen)))
     except Exception:  # One output's: its own call tells which one's.
         for index, mask in zip(chosen, words, strict=True):
             try:
@@ -110,7 +120,7 @@ def _publish_together(
         is_good &= np.array([index not in errors for index in chosen])
     if is_good.all():
         memory.publish(words, [sink.row for sink in sinks], [positions[index] for index in chosen])
-        return frozenset(chosen)
+        return chosen if isinstance(chosen, range) else frozenset(chosen)
     good = np.flatnonzero(is_good).tolist()
     published = [chosen[number] for number in good]
     if good:

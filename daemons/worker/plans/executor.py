@@ -26,7 +26,7 @@ from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
-from radixmesh.daemons.worker.plans.host_tier import HostTier
+from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadsOrNext
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
@@ -72,6 +72,8 @@ class StepExecutor:
         self.records = PageRecordTable(self.limits)
         self.host = HostTier(runner.host_pool, self.limits) if runner.host_pool is not None else None
         """None: KV is on the device alone."""
+        self._waiting: LoadsOrNext | None = None
+        """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
         self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
@@ -117,12 +119,17 @@ class StepExecutor:
         `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's result():
         a step died half-way, the tables and KV are undefined from then on.
         """
+        if self._waiting is not None:
+            self._waiting.pass_on()
+            self._waiting = None
         step = self._start(plan, ready_ns)
         host = self.host
         if host is None:
             return step
-        event = step.event if plan.has_forward else host.event
-        return StepHandle(event, partial(self._with_loaded, host, step, 0 if plan.has_forward else host.last_op))
+        if plan.has_forward:
+            return StepHandle(step.event, partial(self._with_loaded, host, step))
+        self._waiting = waiting = LoadsOrNext(host.event)
+        return StepHandle(waiting, partial(self._with_loaded, host, step, waiting, host.last_op))
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
@@ -147,11 +154,14 @@ class StepExecutor:
             self._repeated.ran(batch)
         return self._launch(plan, batch, ready_ns)
 
-    def _with_loaded(self, host: HostTier, step: StepHandle[StepResult], wait_op: int) -> StepResult:
-        """A step's result with the loads that have completed by now; those up to wait_op are waited for."""
+    def _with_loaded(
+        self, host: HostTier, step: StepHandle[StepResult], waiting: LoadsOrNext | None = None, last_op: int = 0
+    ) -> StepResult:
+        """A step's result with the loads that have completed by now. waiting: those up to last_op are waited for, while
+        no other plan is there."""
         result = step.result()
-        if wait_op:
-            host.wait_until(wait_op)
+        if waiting is not None and not waiting.is_passed:
+            host.wait_until(last_op)
         loaded = host.take_loaded(self.records)
         return replace(result, loaded_ops=loaded) if loaded else result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,33 @@ class _Save(NamedTuple):
     event: DeviceEvent
     pages: IntArray
     generations: IntArray
+
+
+class LoadsOrNext(DeviceEvent):
+    """The end of loads, or the next plan, whichever comes first: answers keep their order, and one that waited for
+    loads alone would hold up those of requests that came meanwhile."""
+
+    def __init__(self, loads: DeviceEvent) -> None:
+        self._loads, self._next = loads, threading.Event()
+
+    @property
+    def is_passed(self) -> bool:
+        """The next plan is there."""
+        return self._next.is_set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._next.is_set() or self._loads.is_done
+
+    def pass_on(self) -> None:
+        """The next plan is there."""
+        self._next.set()
+
+    def wait(self) -> None:
+        while not self.is_done:
+            self._loads.wait_beside(self._next, _POLL_S)
+        if not self.is_passed:
+            self._loads.wait()  # Raises what the device says if it has failed.
 
 
 class HostTier:

@@ -21,6 +21,7 @@ class PlansInFlight:
         self.num = 0
         self._progress = progress
         self._metrics = metrics
+        self._draft_seconds = 0.0
         self._to_run: dict[tuple[int, int], worker_pb2.StepPlan] = {}
         self._answered_one = asyncio.Event()
 
@@ -34,14 +35,16 @@ class PlansInFlight:
         self._to_run.pop((epoch, step_id), None)
         self.num -= 1
 
-    def completed(self, result: StepResult) -> None:
-        """A step ran: counts it, and its device time."""
+    def completed(self, result: StepResult, draft_seconds: float) -> None:
+        """A step ran: counts it, and its device time. draft_seconds: as the runner tells them now."""
         self._progress.completed()
         self._metrics.steps.inc()
         self._metrics.batch_size.observe(len(result.counts))
         device_s = max(0, result.device_end_ns - result.device_start_ns) * 1e-9
         self._metrics.step_seconds.observe(device_s)
         self._metrics.device_busy_seconds.inc(device_s)
+        self._metrics.draft_seconds.inc(draft_seconds - self._draft_seconds)
+        self._draft_seconds = draft_seconds
 
     def export(self) -> None:
         """Tells health and metrics how many there are, and for how long the oldest step may compute."""

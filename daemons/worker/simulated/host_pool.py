@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -89,6 +90,12 @@ class _LoadEvent(DeviceEvent):
     @property
     def is_done(self) -> bool:
         return self._is_copied or self._pool.clock.now_ns() >= self._end_ns
+
+    def wait_beside(self, other: threading.Event, seconds: float) -> None:
+        if isinstance(self._pool.clock, RealClock):
+            other.wait(seconds)
+        else:
+            self.wait()
 
     def wait(self) -> None:
         clock = self._pool.clock

@@ -13,17 +13,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.worker.runner import SampleInput, Segment
+from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
     from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
+
+MOST_BEHIND = 128
+"""Of the tokens of a row that a network lacks, those that one step computes at most, beside the last one: what bounds a
+step in which drafts pay again."""
+_Proposal = TypeVar("_Proposal", IntArray, DraftTree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,8 @@ class Drafter(ABC):
     """Proposes continuations of rows. Used by one thread.
 
     One that keeps something of tokens, in pages of its own beside the target's, is told on the CPU what happens to
-    those: `admitted`, `computed`, `copied`, `received` and `cleared`, in the order in which it happens to the target's.
+    those: `admitted`, `computed`, `moved`, `copied`, `received` and `cleared`, in the order in which it happens to the
+    target's.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -56,6 +64,10 @@ class Drafter(ABC):
         A row's proposal depends on that row alone: never on another request's tokens, which may be another tenant's.
         """
 
+    def propose_trees(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        """As propose(), of at most `most` drafts a row in all. Default: chains."""
+        return [DraftTree.chain(ids) for ids in self.propose(rows)]
+
     def admitted(self, slot: int) -> None:
         """Another request took the slot. Default: nothing is kept."""
         return
@@ -63,6 +75,11 @@ class Drafter(ABC):
     def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
         """The target computed segments. hidden: outputs of `hidden_layers` for their tokens, [tokens, hidden] each,
         valid until it returns. Default: nothing is kept."""
+        return
+
+    def moved(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """KV of drafts that were accepted, of these tokens of the pool, is on others now, where their positions lie.
+        Default: nothing is kept."""
         return
 
     def copied(self, source: int, target: int, num_tokens: int) -> None:
@@ -108,6 +125,9 @@ class ByGrammar(Drafter):
     def computed(self, segments: Sequence[Segment], hidden: tuple[torch.Tensor, ...]) -> None:
         self._free.computed(segments, hidden)
 
+    def moved(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        self._free.moved(sources, targets)
+
     def copied(self, source: int, target: int, num_tokens: int) -> None:
         self._free.copied(source, target, num_tokens)
 
@@ -118,9 +138,20 @@ class ByGrammar(Drafter):
         self._free.cleared()
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        return self._by_guide(rows, self._guided.propose, self._free.propose)
+
+    def propose_trees(self, rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        return self._by_guide(rows, self._guided.propose_trees, self._free.propose_trees)
+
+    def _by_guide(
+        self,
+        rows: Sequence[DraftRow],
+        guided_of: Callable[[Sequence[DraftRow]], Sequence[_Proposal]],
+        free_of: Callable[[Sequence[DraftRow]], Sequence[_Proposal]],
+    ) -> list[_Proposal]:
         has_guide = [row.sample.guide is not None for row in rows]
-        guided = iter(self._guided.propose(_shortened(rows, has_guide, True, self._max_guided)))
-        free = iter(self._free.propose(_shortened(rows, has_guide, False, self._max_free)))
+        guided = iter(guided_of(_shortened(rows, has_guide, True, self._max_guided)))
+        free = iter(free_of(_shortened(rows, has_guide, False, self._max_free)))
         return [next(guided) if is_guided else next(free) for is_guided in has_guide]
 
 
@@ -141,6 +172,13 @@ def drafts_of(drafter: Drafter, rows: Sequence[DraftRow], vocab_size: int) -> li
     proposals = drafter.propose(rows)
     assert len(proposals) == len(rows), f"{type(drafter).__name__} drafted for {len(proposals)} of {len(rows)} rows"
     return [_in_vocabulary(ids[: row.most], vocab_size) for row, ids in zip(rows, proposals, strict=True)]
+
+
+def trees_of(drafter: Drafter, rows: Sequence[DraftRow], vocab_size: int) -> list[DraftTree]:
+    """As drafts_of(), of trees: without an id outside the vocabulary and what follows it."""
+    proposals = drafter.propose_trees(rows)
+    assert len(proposals) == len(rows), f"{type(drafter).__name__} drafted for {len(proposals)} of {len(rows)} rows"
+    return [tree.cut(row.most, vocab_size) for row, tree in zip(rows, proposals, strict=True)]
 
 
 def _in_vocabulary(ids: IntArray, vocab_size: int) -> IntArray:

@@ -117,6 +117,10 @@ class ChatPlans:
             request.stop.skip_special_tokens = False
         return plan
 
+    async def format_of(self, name: str) -> ChatFormat:
+        """The markup that a model writes. Raises as plan() does."""
+        return self._format_of(*await self._model_of(name))
+
     async def _model_of(self, name: str) -> tuple[ServedIdentity, TokenTable | None]:
         """Waits for both. The table is None where tokenizers tell none."""
         served = self._router.schedulers.served(name)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
+from radixmesh.daemons.router.http.bodies.json_text import dump
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
@@ -39,6 +43,12 @@ class TokenTable:
 
     def is_special(self, token: int) -> bool:
         return token in self._special_ids
+
+
+def prompt_ids_of(resolved: ResolvedRequest) -> msgspec.Raw:
+    """The prompt's ids as JSON, written once for all choices: 128 of a long prompt would hold the event loop for more
+    than a second."""
+    return msgspec.Raw(dump(unpack_ints(resolved.prompt_ids, "prompt_ids").tolist()))
 
 
 class TokenTables:

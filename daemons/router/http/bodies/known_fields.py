@@ -42,13 +42,15 @@ HARMLESS = frozenset(
         *("use_mmap", "use_mlock", "vocab_only", "f16_kv", "draft_num_predict"),
         # Ids beside the text are left out; the text is the same.
         *("return_token_ids",),
+        # The library that follows a constraint: whichever it is, the answer keeps to it.
+        *("guided_decoding_backend",),
     )
 )
 # Constraints on an answer: without them it would be another one.
 CONSTRAINTS = frozenset(
     (
         *("response_format", "regex", "json_schema", "ebnf", "grammar", "structural_tag", "structured_outputs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_whitespace_pattern", "guided_json_object", "tool_choice", "function_call", "stop_regex", "choice"),
     )
 )

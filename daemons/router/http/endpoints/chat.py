@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from radixmesh.daemons.router.chat.parts import ChatParser, ChatPart, join
 from radixmesh.daemons.router.http.answers.answer import run_whole
@@ -17,7 +17,7 @@ from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
-from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason, usage_of
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
@@ -53,15 +53,20 @@ class ChatEndpoint:
             return EventStream(self._context, [generate], writer, headers, constrained_by=by)
         (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
         table = await self._context.tables.of(answer.resolved.model_identity) if body.logprobs else None
+        told_ids = {"prompt_token_ids": prompt_ids_of(answer.resolved)} if body.return_token_ids else {}
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),
+            **told_ids,
             "choices": [
-                _choice(output, plan.parser(answer.resolved, index), plan, index, table)
+                {
+                    **_choice(output, plan.parser(answer.resolved, index), plan, index, table),
+                    **({"token_ids": output.ids.tolist()} if told_ids else {}),
+                }
                 for index, output in enumerate(answer.outputs)
             ],
             "usage": usage_of((0, output.ending) for output in answer.outputs).to_json(),
         }
-        return JSONResponse(whole, headers=headers)
+        return Response(dump(whole), headers=headers, media_type="application/json")
 
 
 class ChatEvents(EventWriter):
@@ -74,6 +79,8 @@ class ChatEvents(EventWriter):
         self._parsers: list[ChatParser] = []
         self._request_id = request_id
         self._has_logprobs = bool(body.logprobs)
+        self._has_ids = bool(body.return_token_ids)
+        self._prompt_ids: dict[str, object] = {}
         self._includes_usage = body.includes_usage
         self._num_outputs = body.num_outputs
         self._usage = UsageSum()
@@ -86,6 +93,8 @@ class ChatEvents(EventWriter):
         if self._has_logprobs:
             self._table = await self._context.tables.of(resolved.model_identity)
         self._head = _head(self._request_id, "chat.completion.chunk", resolved.model)
+        if self._has_ids:
+            self._prompt_ids = {"prompt_token_ids": prompt_ids_of(resolved)}
         if not self._plan.is_plain:
             self._parsers = [self._plan.parser(resolved, index) for index in range(self._num_outputs)]
         mark = f"{self._request_id} content"
@@ -93,19 +102,19 @@ class ChatEvents(EventWriter):
 
     def begin(self) -> bytes:
         role = {"role": "assistant", "content": ""}
-        return b"".join(event(self._chunk(index, role)) for index in range(self._num_outputs))
+        return b"".join(event({**self._chunk(index, role), **self._prompt_ids}) for index in range(self._num_outputs))
 
     def write(self, prompt_index: int, update: Update) -> bytes:
         events: list[bytes] = []
         for delta in update.deltas:
             logprobs = None
-            if self._table is not None and delta.ids:
-                run = LogprobRun.of(delta.logprobs)
-                logprobs = chat_logprobs(unpack_ints(delta.ids, "ids").tolist(), run, self._table)
+            ids = unpack_ints(delta.ids, "ids").tolist() if self._has_ids or self._has_logprobs else []
+            if self._table is not None and ids:
+                logprobs = chat_logprobs(ids, LogprobRun.of(delta.logprobs), self._table)
             if self._parsers:
-                events += self._parsed(delta.index, self._parsers[delta.index].feed(delta.text), logprobs)
-            elif logprobs is not None:
-                events.append(event(self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)))
+                events += self._parsed(delta.index, self._parsers[delta.index].feed(delta.text), logprobs, ids)
+            elif ids:
+                events.append(event(self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs, ids=ids)))
             elif delta.text:
                 before, after = self._around[delta.index]
                 events += (before, dump(delta.text), after)
@@ -117,12 +126,18 @@ class ChatEvents(EventWriter):
             events.append(event(self._chunk(finished.index, {}, finished=finished)))
         return b"".join(events)
 
-    def _parsed(self, index: int, parts: list[ChatPart], logprobs: dict[str, object] | None = None) -> list[bytes]:
-        """One chunk a part; logprobs are with the first, as some tokens are markup and show in none."""
+    def _parsed(
+        self,
+        index: int,
+        parts: list[ChatPart],
+        logprobs: dict[str, object] | None = None,
+        ids: Sequence[int] = (),
+    ) -> list[bytes]:
+        """One chunk a part; logprobs and ids are with the first, as some tokens are markup and show in none."""
         deltas = [delta_of(part) for part in self._plan.shown(parts)]
-        if logprobs is not None and not deltas:
+        if ids and not deltas:
             deltas = [{"content": ""}]
-        first = [event(self._chunk(index, delta, logprobs=logprobs)) for delta in deltas[:1]]
+        first = [event(self._chunk(index, delta, logprobs=logprobs, ids=ids)) for delta in deltas[:1]]
         return first + [event(self._chunk(index, delta)) for delta in deltas[1:]]
 
     def end(self) -> bytes:
@@ -137,12 +152,15 @@ class ChatEvents(EventWriter):
         *,
         logprobs: dict[str, object] | None = None,
         finished: Finished | None = None,
+        ids: Sequence[int] = (),
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:
             num_calls = self._parsers[index].num_calls if self._parsers else 0
             choice["finish_reason"] = finish_reason(finished, num_calls)
             choice["stop_reason"] = stop_reason(finished)
+        if self._has_ids:
+            choice["token_ids"] = list(ids)
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
         if self._includes_usage:
             chunk["usage"] = None

@@ -51,6 +51,7 @@ class ChatRequest(GenerationOptions):
     continue_final_message: bool | None = None
     chat_template_kwargs: MaybeRaw = None
     chat: tokenizer_pb2.ChatInput | None = None
+    return_token_ids: bool | None = None
     packed_use: list[object] | None = None
 
     @property

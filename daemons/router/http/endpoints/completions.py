@@ -15,7 +15,7 @@ from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, CollectedRequest, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
-from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
@@ -112,7 +112,7 @@ class CompletionEvents(EventWriter):
         events: list[bytes] = []
         first = prompt_index * self._num_outputs
         if self._has_ids and update.resolved is not None:
-            prompt_ids = _prompt_ids(update.resolved)
+            prompt_ids = prompt_ids_of(update.resolved)
             self._prompt_ids |= {first + index: prompt_ids for index in range(self._num_outputs)}
         for delta in update.deltas:
             index = first + delta.index
@@ -176,14 +176,9 @@ def _choice(
 
 def _add_ids(choices: Sequence[dict[str, object]], answer: CollectedRequest) -> None:
     """vLLM's fields: the prompt's ids and the output's beside each choice."""
-    prompt_ids = _prompt_ids(answer.resolved)
+    prompt_ids = prompt_ids_of(answer.resolved)
     for choice, output in zip(choices, answer.outputs, strict=True):
         choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, output.ids.tolist()
-
-
-def _prompt_ids(resolved: ResolvedRequest) -> msgspec.Raw:
-    """Written once for all choices: 128 of a long prompt would hold the event loop for more than a second."""
-    return msgspec.Raw(dump(unpack_ints(resolved.prompt_ids, "prompt_ids").tolist()))
 
 
 def _logprobs(answer: CollectedRequest, output: CollectedOutput, table: TokenTable) -> dict[str, object]:

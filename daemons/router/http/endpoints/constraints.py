@@ -5,6 +5,7 @@ Schemas may be objects or JSON texts. A choice is an EBNF alternation, which nee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from radixmesh.daemons.router.http.bodies.field_decoders import (
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.json_schemas import followable
 
 MAX_CHOICES = 1024
 # Values that ask for nothing, wherever they are sent.
@@ -29,6 +31,9 @@ _NOTHING = (b"null", b"false", b'""', b"[]", b"{}")
 _OBJECT_SCHEMA = '{"type": "object"}'
 _TEXTS = msgspec.json.Decoder(list[str])
 _FLAG = msgspec.json.Decoder(bool)
+# Structural tags as xgrammar, SGLang and vLLM wrote them first.
+_OLDER = re.compile(r'"structures"\s*:')
+_MAX_WHITESPACE = 16  # Blanks without end would be a text without end.
 Grammar = common_pb2.Grammar
 
 
@@ -85,8 +90,47 @@ def _json_object(raw: Bytes, field: str) -> Grammar | None:
 
 def _structural_tag(raw: Bytes, field: str) -> Grammar:
     check_values(raw, field)
-    is_text = bytes(memoryview(raw)[:1]) == b'"'
-    return Grammar(structural_tag=text_of(raw, field) if is_text else bytes(raw).decode())
+    if bytes(memoryview(raw)[:1]) != b'"':
+        return _tag_object(raw, field)
+    text = text_of(raw, field)
+    if not _OLDER.search(text):
+        return Grammar(structural_tag=text)
+    inner = text.encode()
+    check_values(inner, field)
+    return _tag_object(inner, field)
+
+
+def _tag_object(raw: Bytes, field: str) -> Grammar:
+    """In either form: with a `format`, or the older one of `structures` and `triggers`."""
+    fields = read_fields(raw, field)
+    if "structures" not in fields or "format" in fields:
+        return Grammar(structural_tag=bytes(raw).decode())
+    triggers = decode(_TEXTS, fields.get("triggers", msgspec.Raw(b"[]")), f"{field}.triggers")
+    entries = list_of(fields["structures"], f"{field}.structures", MAX_CHOICES)
+    if not triggers or not entries:
+        raise invalid(field, f"{field} needs structures, and the triggers that begin them: send one of each at least")
+    tags = ", ".join(_structure(entry, f"{field}.structures.{index}") for index, entry in enumerate(entries))
+    form = f'{{"type": "triggered_tags", "triggers": {_json(triggers)}, "tags": [{tags}]}}'
+    return Grammar(structural_tag=f'{{"type": "structural_tag", "format": {form}}}')
+
+
+def _structure(raw: Bytes, where: str) -> str:
+    """A tag of the newer form. Raises INVALID_GRAMMAR for a schema that no grammar follows."""
+    fields = read_fields(raw, where)
+    missing = [name for name in ("begin", "schema", "end") if name not in fields]
+    if missing:
+        raise invalid(f"{where}.{missing[0]}", f"{where}.{missing[0]} is missing: send begin, schema and end")
+    begin, end = (text_of(fields[name], f"{where}.{name}") for name in ("begin", "end"))
+    try:
+        schema = followable(_schema(fields["schema"], f"{where}.schema").json_schema)
+    except MeshError as error:
+        raise MeshError(error.reason, f"{where}.schema: {error.message}", error.metadata) from None
+    content = f'{{"type": "json_schema", "json_schema": {schema}, "max_whitespace_cnt": {_MAX_WHITESPACE}}}'
+    return f'{{"type": "tag", "begin": {_json(begin)}, "content": {content}, "end": {_json(end)}}}'
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _response_format(raw: Bytes, field: str) -> Grammar | None:
@@ -102,7 +146,7 @@ def _response_format(raw: Bytes, field: str) -> Grammar | None:
             raise invalid(field, f"{field}.json_schema has no schema: send {{'name': ..., 'schema': {{...}}}}")
         return _schema(inner["schema"], f"{field}.json_schema.schema")
     if kind == "structural_tag":
-        return Grammar(structural_tag=bytes(raw).decode())
+        return _structural_tag(raw, field)
     raise unsupported(f"{field}.type", f"{field}.type is {kind[:40]!r}: send text, json_object or json_schema")
 
 

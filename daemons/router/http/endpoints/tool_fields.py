@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,7 +35,7 @@ _BOOL = msgspec.json.Decoder(bool)
 
 def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None) -> ToolUse:
     """Raises INVALID_ARGUMENT or TOO_LARGE naming the field; a call that must be made needs its tool among them."""
-    mode, named = _choice(choice)
+    mode, named, allowed = _choice(choice)
     read: list[Tool] = []
     if tools is not None and mode is not ToolMode.NONE:
         # Guided, or strict: the schemas are needed as a grammar follows them.
@@ -48,6 +49,13 @@ def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None)
             check_size(num_bytes)
         if len({tool.name for tool in read}) < len(read):
             raise invalid("tools", "tools has two functions of one name: name each once")
+    if allowed is not None and mode is not ToolMode.NONE:
+        unknown = allowed.difference(tool.name for tool in read)
+        if unknown or not allowed:
+            told = f"allows {min(unknown)[:64]!r}, which is none of tools" if unknown else "allows no tool"
+            raise invalid("tool_choice", f"tool_choice {told}: name some of them")
+        # The model is shown all of them, and what it writes of the others is content.
+        read = [tool for tool in read if tool.name in allowed]
     if mode is ToolMode.AUTO and any(tool.strict for tool in read):
         read = [tool if tool.guided else tool._replace(guided=_ANY_OBJECT) for tool in read]
     if mode in (ToolMode.REQUIRED, ToolMode.NAMED):
@@ -68,23 +76,51 @@ def unpack_use(packed: Sequence[object]) -> ToolUse:
     return ToolUse(tuple(Tool(*tool) for tool in tools), ToolMode(mode), named, parallel)
 
 
-def _choice(raw: Bytes | None) -> tuple[ToolMode, str]:
+class _Choice(NamedTuple):
+    """named: of mode NAMED. allowed: names of the tools that may be called; None: all of them."""
+
+    mode: ToolMode
+    named: str = ""
+    allowed: frozenset[str] | None = None
+
+
+def _choice(raw: Bytes | None) -> _Choice:
     if raw is None:
-        return ToolMode.AUTO, ""
+        return _Choice(ToolMode.AUTO)
     if bytes(memoryview(raw)[:1]) == b'"':
         word = text_of(raw, "tool_choice")
         if word in ("none", "auto", "required"):
-            return ToolMode(word), ""
+            return _Choice(ToolMode(word))
         if word == "any":  # Mistral's word.
-            return ToolMode.REQUIRED, ""
+            return _Choice(ToolMode.REQUIRED)
         raise invalid("tool_choice", f"tool_choice is {word[:32]!r}: send none, auto, required, or a function's name")
     fields = read_fields(raw, "tool_choice")
-    inner = read_fields(fields["function"], "tool_choice.function") if "function" in fields else {}
     kind = text_of(fields["type"], "tool_choice.type") if "type" in fields else ""
+    if kind == "allowed_tools" and "allowed_tools" in fields:
+        return _allowed(fields["allowed_tools"], "tool_choice.allowed_tools")
+    inner = read_fields(fields["function"], "tool_choice.function") if "function" in fields else {}
     if kind != "function" or "name" not in inner:
         message = 'tool_choice is no choice: send {"type": "function", "function": {"name": ...}}'
         raise invalid("tool_choice", message)
-    return ToolMode.NAMED, text_of(inner["name"], "tool_choice.function.name")
+    return _Choice(ToolMode.NAMED, text_of(inner["name"], "tool_choice.function.name"))
+
+
+def _allowed(raw: Bytes, where: str) -> _Choice:
+    """OpenAI's choice among some of the tools."""
+    fields = read_fields(raw, where)
+    word = text_of(fields["mode"], f"{where}.mode") if "mode" in fields else ""
+    if word not in ("auto", "required"):
+        raise invalid(f"{where}.mode", f"{where}.mode is {word[:32]!r}: send auto or required")
+    names: set[str] = set()
+    for index, entry in enumerate(list_of(fields.get("tools", msgspec.Raw(b"[]")), f"{where}.tools", MAX_TOOLS)):
+        path = f"{where}.tools.{index}"
+        tool = read_fields(entry, path)
+        inner = read_fields(tool["function"], f"{path}.function") if "function" in tool else {}
+        if "name" not in inner:
+            message = f'{path} names no function: send {{"type": "function", "function": {{"name": ...}}}}'
+            raise invalid(f"{path}.function.name", message)
+        names.add(text_of(inner["name"], f"{path}.function.name"))
+    return _Choice(ToolMode(word), allowed=frozenset(names))
 
 
 def _tool(raw: Bytes, where: str, *, is_guided: bool) -> Tool:

@@ -77,9 +77,15 @@ class OllamaShowEndpoint:
             "template": "",
             "details": _DETAILS,
             "model_info": info,
-            "capabilities": ["completion"],
+            "capabilities": await self._capabilities(served.name),
         }
         return JSONResponse(whole, headers=body.ignored_headers())
+
+    async def _capabilities(self, name: str) -> Sequence[str]:
+        """In Ollama's words: its clients send tools, or ask for thoughts, where they are among them."""
+        form = await self._context.chats.format_of(name)
+        found = {"completion": True, "tools": bool(form.calls), "thinking": form.has_markup}
+        return [word for word, is_there in found.items() if is_there]
 
 
 class OllamaVersionEndpoint:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -29,6 +30,8 @@ from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+_JSON = msgspec.json.Decoder(dict[str, object])
 
 
 class ResponsesEndpoint:
@@ -89,6 +92,7 @@ class ResponseForm:
     ) -> None:
         self.items = OutputItems(response_id)
         self._body = body
+        self._told: JsonObject = _JSON.decode(body.told)
         self._store = store
         self._head: JsonObject = {"id": response_id, "object": "response", "created_at": int(time.time())}
 
@@ -112,11 +116,12 @@ class ResponseForm:
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": body.format_type}},
+            "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",
+            **self._told,
             "usage": usage,
         }
 

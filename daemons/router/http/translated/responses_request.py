@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import msgspec
+
 from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, text_of
@@ -31,6 +33,9 @@ from radixmesh.daemons.router.http.translated.chat_fields import (
 from radixmesh.router.v1 import router_pb2
 
 _NAMES = names_of("/v1/responses")
+# Fields that a response repeats, as long as they are short together: it is told up to three times, and kept.
+_REPEATED = ("instructions", "metadata", "prompt_cache_key", "reasoning", "text", "tool_choice", "tools")
+_MAX_REPEATED_BYTES = 64 << 10
 _TEXTS = TextParts(("input_text", "output_text", "text"), ("type", "text", "annotations", "logprobs"), "input.content")
 
 
@@ -38,10 +43,11 @@ _TEXTS = TextParts(("input_text", "output_text", "text"), ("type", "text", "anno
 class ResponsesRequest(Body):
     """OpenAI's fields, and extensions of the chat. chat: made of them, and never kept.
 
-    has_instructions: the chat's first message is one that no later response inherits. format_type: of text.format.
+    has_instructions: the chat's first message is one that no later response inherits. told: JSON of the fields that
+    the response repeats.
     """
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "packed_use", "has_instructions", "format_type"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "packed_use", "has_instructions", "told"}
     BULK: ClassVar[frozenset[str]] = frozenset(("chat",))
 
     input: MaybeRaw
@@ -59,6 +65,8 @@ class ResponsesRequest(Body):
     tool_choice: MaybeRaw = None
     reasoning: MaybeRaw = None
     include: MaybeRaw = None
+    metadata: MaybeRaw = None
+    prompt_cache_key: Name | None = None
     background: bool | None = None
     # Extensions, as in chats.
     top_k: Int32 | None = None
@@ -73,7 +81,7 @@ class ResponsesRequest(Body):
     chat: ChatRequest | None = None
     packed_use: list[object] | None = None
     has_instructions: bool = False
-    format_type: str = "text"
+    told: str = "{}"
 
     @property
     def tool_use(self) -> ToolUse:
@@ -90,13 +98,12 @@ class ResponsesRequest(Body):
             for name in options.ignored:
                 reader.ignore(name)
         with named_as_sent(_NAMES):
-            chat, kind = self._chat(reader)
-            chat = chat.settled()
+            chat = self._chat(reader).settled()
         return replace(
             self,
             chat=chat,
             packed_use=chat.packed_use,
-            format_type=kind,
+            told=self._told(),
             has_instructions=self.instructions is not None,
             ignored=(*self.ignored, *reader.ignored),
         )
@@ -110,14 +117,24 @@ class ResponsesRequest(Body):
         with named_as_sent(_NAMES):
             yield self.chat.to_generate()
 
-    def _chat(self, reader: FieldReader) -> tuple[ChatRequest, str]:
+    def _told(self) -> str:
+        """JSON of the fields that a response repeats, as they were sent."""
+        sent = {name: getattr(self, name) for name in _REPEATED if getattr(self, name) is not None}
+        if sum(map(len, sent.values())) > _MAX_REPEATED_BYTES:
+            return "{}"
+        told = {name: value if isinstance(value, str) else msgspec.Raw(bytes(value)) for name, value in sent.items()}
+        return msgspec.json.encode(told).decode()
+
+    def _chat(self, reader: FieldReader) -> ChatRequest:
         messages: list[JsonObject] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": text_of(self.instructions, "instructions")})
         messages += self._messages(reader)
-        kind, response_format = self._format(reader)
+        response_format = self._format(reader)
+        if self.metadata is not None and not isinstance(reader.json(self.metadata, "metadata"), dict):
+            raise invalid("metadata", "metadata is no object: send one")
         _check_include(reader, self.include)
-        chat = ChatRequest(
+        return ChatRequest(
             messages=packed(messages),
             model=self.model,
             max_completion_tokens=self.max_output_tokens,
@@ -136,8 +153,8 @@ class ResponsesRequest(Body):
             priority=self.priority,
             tenant=self.tenant,
             deadline_ms=self.deadline_ms,
+            prompt_cache_key=self.prompt_cache_key,
         )
-        return chat, kind
 
     def _messages(self, reader: FieldReader) -> list[JsonObject]:
         assert self.input is not None
@@ -149,23 +166,23 @@ class ResponsesRequest(Body):
             _add_item(reader, made, item, f"input.{index}")
         return list(made)
 
-    def _format(self, reader: FieldReader) -> tuple[str, JsonObject | None]:
-        """The type of text.format, and it in the chat's form."""
+    def _format(self, reader: FieldReader) -> JsonObject | None:
+        """text.format in the chat's form."""
         if self.text is None:
-            return "text", None
+            return None
         fields = reader.fields(reader.json(self.text, "text"), "text", ("format",))
         if fields.get("format") is None:
-            return "text", None
+            return None
         where = "text.format"
         known = ("type", "name", "description", "schema", "strict")
         inner = reader.fields(fields["format"], where, known)
         kind = reader.required_text(inner, "type", where)
         if kind == "json_schema":
             schema = reader.required(inner, "schema", where)
-            return kind, {"type": kind, "json_schema": {"name": inner.get("name") or "answer", "schema": schema}}
+            return {"type": kind, "json_schema": {"name": inner.get("name") or "answer", "schema": schema}}
         if kind not in ("text", "json_object"):
             raise unsupported(f"{where}.type", f"{where}.type is {kind[:32]!r}: send text, json_object or json_schema")
-        return kind, {"type": kind}
+        return {"type": kind}
 
     def _effort(self, reader: FieldReader) -> str | None:
         if self.reasoning is None:
@@ -244,14 +261,29 @@ def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
 def _choice_of(reader: FieldReader, value: object) -> object:
     if isinstance(value, str):
         return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        fields = reader.fields(value, "tool_choice", ("type", "mode", "tools"))
+        tools = [
+            {"type": "function", "function": {"name": _tool_name(reader, entry, f"tool_choice.tools.{index}")}}
+            for index, entry in enumerate(reader.entries(fields.get("tools") or [], "tool_choice.tools"))
+        ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": fields.get("mode"), "tools": tools}}
     fields = reader.fields(value, "tool_choice", ("type", "name"))
     if fields.get("type") != "function":
         raise unsupported(
             "tool_choice",
-            "tool_choice is none of its values: send auto, none, required, or {'type': 'function', 'name': ...}",
+            "tool_choice is none of its values: send auto, none, required, {'type': 'function', 'name': ...}, or "
+            "{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}",
         )
     name = reader.required_text(fields, "name", "tool_choice")
     return {"type": "function", "function": {"name": name}}
+
+
+def _tool_name(reader: FieldReader, entry: object, where: str) -> str:
+    fields = reader.fields(entry, where, ("type", "name"))
+    if fields.get("type") != "function":
+        raise unsupported(f"{where}.type", f"{where} is no function of your own: send {{'type': 'function', 'name'}}")
+    return reader.required_text(fields, "name", where)
 
 
 def _check_include(reader: FieldReader, raw: MaybeRaw) -> None:

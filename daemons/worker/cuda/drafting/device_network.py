@@ -28,24 +28,13 @@ from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import HiddenStates
-from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
+from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
-from radixmesh.kernels.sampling.follow import (
-    ChainRows,
-    FreshTokens,
-    NetworkRows,
-    NetworkShape,
-    chain_rows,
-    follow_chunks,
-    follow_rows,
-    tokens_written,
-    write_entries,
-)
+from radixmesh.kernels.sampling.follow import chain_rows, follow_chunks, follow_rows, tokens_written, write_entries
+from radixmesh.kernels.sampling.network_rows import ChainRows, FreshTokens, NetworkRows, NetworkShape
 from radixmesh.kernels.sampling.sample import TokenTarget
 
-MOST_BEHIND = 128
-"""Tokens of a row that are computed at most ahead of a step in which drafts pay again."""
 LEAST_CHUNKS = 32
 """As of `verify_steps`."""
 _INT_MAX = 2**31 - 1

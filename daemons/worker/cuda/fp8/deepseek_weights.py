@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.checkpoint.quantization import Fp8Form
 from radixmesh.daemons.worker.cuda.fp8.expert_weights import ExpertMaker, ExpertMatrices, PlainExpertWeights
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix, MatrixMaker
 from radixmesh.daemons.worker.cuda.weights.source import WeightSource
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 from radixmesh.daemons.worker.models.deepseek.checkpoint import layer_prefix
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, MlpWeights
@@ -76,25 +77,27 @@ def load_deepseek(
     dtype: torch.dtype,
     device: torch.device,
     is_online: bool,
+    experts: ExpertDispatch,
 ) -> QuantizedDeepseek:
     """As `load_layers`; targets are in the layout of the source. Projections of MTP layers, which nothing runs yet, are
-    left out."""
+    left out. experts: places those of a layer on the ranks that share them."""
     for name, tensor in targets.tensors.items():
         if not tensor.is_meta:
             tensor.copy_(source.take(name).full().reshape(tensor.shape))
     matrices = MatrixMaker(source, Fp8Form.BLOCK, dtype, device, is_online)
-    experts = None
+    maker = None
     if config.router is not None:
-        experts = ExpertMaker(
+        maker = ExpertMaker(
             source=source,
-            num_experts=config.router.num_experts,
+            share=experts.share(config.router.num_experts),
+            num_slots=experts.slots_per_rank(config.router.num_experts),
             hidden=config.hidden_size,
             mlp=config.expert_mlp_size,
             dtype=dtype,
             device=device,
             is_online=is_online,
         )
-    layers = tuple(_load_layer(config, index, targets, matrices, experts) for index in range(config.num_layers))
+    layers = tuple(_load_layer(config, index, targets, matrices, maker) for index in range(config.num_layers))
     return QuantizedDeepseek(form=Fp8Form.BLOCK, layers=layers)
 
 

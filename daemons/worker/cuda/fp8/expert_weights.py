@@ -14,6 +14,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.fp8.weights import quantize_in_parts
 from radixmesh.daemons.worker.cuda.weights.source import StoredWeight, WeightSource
+from radixmesh.daemons.worker.expert_dispatch import ExpertShare
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -32,11 +33,13 @@ ExpertMatrices = QuantizedExperts | PlainExpertWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMaker:
-    """is_online: experts that come in another dtype are quantised; otherwise they stay as they are. is_fused: the
-    source has all experts of a layer in two tensors."""
+    """share: experts of a layer that this rank loads, into the first of its num_slots. is_online: experts that come in
+    another dtype are quantised; otherwise they stay as they are. is_fused: the source has all experts of a layer in two
+    tensors."""
 
     source: WeightSource
-    num_experts: int
+    share: ExpertShare
+    num_slots: int
     hidden: int
     mlp: int
     dtype: torch.dtype
@@ -52,11 +55,11 @@ class ExpertMaker:
         first = next(weights)
         is_stored_fp8 = first[3].scales is not None
         if is_stored_fp8 or self.is_online:
-            made: ExpertMatrices = QuantizedExperts.empty(self.num_experts, self.hidden, self.mlp, self.device)
+            made: ExpertMatrices = QuantizedExperts.empty(self.num_slots, self.hidden, self.mlp, self.device)
         else:
             made = PlainExpertWeights(
-                torch.empty(self.num_experts, 2 * self.mlp, self.hidden, dtype=self.dtype, device=self.device),
-                torch.empty(self.num_experts, self.hidden, self.mlp, dtype=self.dtype, device=self.device),
+                torch.empty(self.num_slots, 2 * self.mlp, self.hidden, dtype=self.dtype, device=self.device),
+                torch.empty(self.num_slots, self.hidden, self.mlp, dtype=self.dtype, device=self.device),
             )
         for name, expert, projection, stored in (first, *weights):
             if (stored.scales is not None) is not is_stored_fp8:
@@ -79,11 +82,11 @@ class ExpertMaker:
         of.scales.copy_(scales)
 
     def _single(self, prefix: str) -> Iterator[tuple[str, int, str, StoredWeight]]:
-        """Name, expert and projection of each weight, in any order that files may have."""
-        for expert in range(self.num_experts):
+        """Name, slot and projection of each weight, in any order that files may have."""
+        for slot, expert in enumerate(range(self.share.start, self.share.stop)):
             for projection in _PROJECTIONS:
                 name = f"{prefix}.{expert}.{projection}.weight"
-                yield name, expert, projection, self.source.take(name)
+                yield name, slot, projection, self.source.take(name)
 
     def _fused(self, prefix: str) -> Iterator[tuple[str, int, str, StoredWeight]]:
         name = f"{prefix}.gate_up_proj"

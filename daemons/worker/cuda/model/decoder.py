@@ -36,6 +36,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     create_output_linear,
     create_vocabulary,
     ids_as_embedding,
+    share_out,
 )
 from radixmesh.daemons.worker.cuda.model.general import (
     GeneralAttention,
@@ -147,6 +148,14 @@ class LoadedDecoder(LoadedModel):
         if config.experts is not None:
             numbers += config.experts.num_picks * (config.experts.mlp_size + config.hidden_size)
         return numbers * self.dtype.itemsize
+
+    def expert_row_bytes(self) -> int:
+        config, experts = self.config, self.config.experts
+        if experts is None:
+            return 0
+        return (experts.num_picks * (experts.mlp_size + config.hidden_size) + 4 * config.hidden_size) * (
+            self.dtype.itemsize
+        )
 
     def position_bytes(self) -> int:
         # cos and sin of half a head each, float32.
@@ -355,7 +364,7 @@ def _create_routed_mlp(
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=rule_of(config.experts),
-        experts=PlainExperts(kernels.plain, *experts),
+        experts=share_out(kernels, PlainExperts(kernels.plain, *experts), config.experts.num_experts, norm_D),
         shared=shared,
         ops=kernels.plain,
         b_logits_E=weights.b_router_E,
@@ -368,7 +377,8 @@ def _create_row_experts(
     kernels: Kernels, experts: tuple[torch.Tensor, torch.Tensor, ExpertVariant], shared: SharedWeights | None
 ) -> RowExperts | None:
     """None where they add to the residual what other ranks have a part of."""
-    return None if kernels.group is not None else RowExperts.create(kernels.plain, *experts, shared)
+    is_alone = kernels.group is None and kernels.experts is None
+    return None if not is_alone else RowExperts.create(kernels.plain, *experts, shared)
 
 
 def _matrices(layer: DecoderLayer) -> LayerMatrices:

@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     create_output_linear,
     create_vocabulary,
     ids_as_embedding,
+    share_out,
 )
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
@@ -100,6 +101,13 @@ class LoadedDeepseek(LoadedModel):
             config.expert_mlp_size + config.hidden_size
         )
         return (4 * config.hidden_size + attention + experts) * self.dtype.itemsize
+
+    def expert_row_bytes(self) -> int:
+        config = self.config
+        if config.router is None:
+            return 0
+        picks = config.router.num_picks * (config.expert_mlp_size + config.hidden_size)
+        return (picks + 4 * config.hidden_size) * self.dtype.itemsize
 
     def position_bytes(self) -> int:
         return 4 * self.config.rope_dim
@@ -211,7 +219,9 @@ def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekM
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=router_rule(config.router),
-        experts=create_experts(kernels, matrices.experts),
+        experts=share_out(
+            kernels, create_experts(kernels, matrices.experts), config.router.num_experts, layer.mlp_norm_D
+        ),
         shared=shared,
         ops=kernels.plain,
         b_router_E=weights.b_router_E,
@@ -223,7 +233,8 @@ def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekM
 def _create_row_experts(matrices: DeepseekMatrices, kernels: Kernels) -> RowExperts | None:
     """None where weights are FP8, or what they add to the residual has parts on other ranks."""
     experts, gate_up, down = matrices.experts, matrices.gate_up, matrices.down
-    if kernels.group is not None or experts is None or isinstance(experts, QuantizedExperts):
+    is_alone = kernels.group is None and kernels.experts is None
+    if not is_alone or experts is None or isinstance(experts, QuantizedExperts):
         return None
     shared = None
     if gate_up is not None and down is not None:

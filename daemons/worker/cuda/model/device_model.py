@@ -17,6 +17,7 @@ from torch.nn import functional
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import Experts, Fp8Experts, PlainExperts
 from radixmesh.daemons.worker.cuda.fp8.expert_weights import ExpertMatrices
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
@@ -26,6 +27,7 @@ from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
@@ -45,13 +47,23 @@ class TunableMatrices:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedOut:
+    """Experts that several ranks share: what carries rows there, and where they are when weights are loaded."""
+
+    dispatch: DeviceDispatch
+    placed: ExpertDispatch
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """plain: operations in the model's dtype. fp8: those on FP8 matrices; None where the model has none. group: the
-    ranks that hold the model together; None: this one alone does."""
+    ranks that hold the model together; None: this one alone does. experts: the ranks that share its experts, and which
+    of them holds which; None: this one has all."""
 
     plain: Ops
     fp8: Fp8Ops | None = None
     group: DeviceGroup | None = None
+    experts: SharedOut | None = None
 
 
 class LoadedModel(ABC):
@@ -92,6 +104,10 @@ class LoadedModel(ABC):
     @abstractmethod
     def row_bytes(self) -> int:
         """Memory of the activations of one row on its way through a layer."""
+
+    def expert_row_bytes(self) -> int:
+        """Memory of one row on its way through its experts alone: that of rows of other ranks. Default: none."""
+        return 0
 
     @abstractmethod
     def position_bytes(self) -> int:
@@ -172,3 +188,11 @@ def create_experts(kernels: Kernels, w: ExpertMatrices) -> Experts:
         assert kernels.fp8 is not None, "FP8 experts, and no kernels for them"
         return Fp8Experts(kernels.fp8, w)
     return PlainExperts(kernels.plain, w.w_gate_up_E2FD, w.w_down_EDF)
+
+
+def share_out(kernels: Kernels, local: Experts, num_experts: int, norm_D: torch.Tensor) -> Experts:
+    """The experts of a layer, of which `local` are those of this rank; norm_D: of the rows."""
+    shared = kernels.experts
+    if shared is None:
+        return local
+    return DispatchedExperts(local, shared.dispatch, shared.placed, num_experts, norm_D, kernels.plain.gemm)

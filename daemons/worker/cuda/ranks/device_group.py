@@ -33,6 +33,11 @@ class DeviceGroup(ABC):
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
 
+    @property
+    def kind(self) -> str:
+        """Of the transport: ranks with another one form no group."""
+        return type(self).__name__
+
     @abstractmethod
     def form(self) -> None:
         """Connects with the others, who do so too; on the thread of the steps, of which none runs.

@@ -21,6 +21,10 @@ class DecodeGraphs:
         """Rows of the graph for a step, None if it is too large for all."""
         return next((size for size in self.sizes if size >= num_rows), None)
 
+    def of_size(self, num_rows: int) -> int | None:
+        """The same number, if there is a graph for just so many rows."""
+        return num_rows if num_rows in self.sizes else None
+
     def capture(
         self,
         num_rows: int,

@@ -10,6 +10,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
@@ -39,7 +40,8 @@ class _Layout(NamedTuple):
 
 class DecodeSteps:
     """graph_rows: sizes of the steps that are captured, ascending; others are launched kernel by kernel. use_pdl: the
-    first and the last kernels may begin before those ahead of them have ended (Hopper)."""
+    first and the last kernels may begin before those ahead of them have ended (Hopper). experts: carries rows to the
+    ranks that share the experts: all of them run steps that are captured for the same room, or none does."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class DecodeSteps:
         page_size: int,
         graph_rows: tuple[int, ...],
         use_pdl: bool,
+        experts: DeviceDispatch | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -62,6 +65,7 @@ class DecodeSteps:
         self._tokens = tokens
         self._page_size = page_size
         self._use_pdl = use_pdl
+        self._experts = experts
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
         self.graphs = DecodeGraphs(device, graph_rows)
         self._before: _Layout | None = None
@@ -71,6 +75,8 @@ class DecodeSteps:
         rows = no_rows()
         for num_rows in sorted(self.graphs.sizes, reverse=True):
             self._attention.plan(host_step(rows, (), num_rows))
+            if self._experts is not None:
+                self._experts.room = num_rows
             stage = partial(self._stage, rows, num_rows)
             for variant in self._attention.variants(num_rows):
                 self.graphs.capture(num_rows, variant, partial(self._compute, sampler, num_rows, variant), stage)
@@ -84,12 +90,13 @@ class DecodeSteps:
     def launch(
         self, rows: DecodeRows, sampler: SlotSampler, clock: DeviceClock, num_admissions: int
     ) -> tuple[TimedEvent, TimedEvent, StepHandle[Fetched]]:
-        """A step of at least one row: its start, its end and its tokens. num_admissions: so far, see host_step()."""
-        num_rows, before = len(rows.slots), self._before
+        """A step: its start, its end and its tokens. num_admissions: so far, see host_step(). There is at least one
+        row, or the experts here compute those of other ranks."""
+        num_rows, before, experts = len(rows.slots), self._before, self._experts
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
-        if not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
-            bucket = self.graphs.bucket(num_rows)
-            step = host_step(rows, (), bucket or num_rows, num_admissions)
+        if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
+            bucket = self.graphs.bucket(num_rows) if experts is None else self.graphs.of_size(experts.room)
+            step = host_step(rows, (), bucket or max(num_rows, 1), num_admissions)
             variant, is_greedy = self._attention.plan(step), sampler.is_done_greedily(rows.slots)
             self._before = before = _Layout(step.num_rows, variant, bucket is not None, is_greedy)
         num_padded, variant = before.num_rows, before.variant

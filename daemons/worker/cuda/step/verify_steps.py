@@ -221,7 +221,8 @@ class VerifySteps:
         if self._follower is not None and verifying.num_positions > 1:
             self._follower.launched(verifying.slots, got.counts, got.num_drafts)
         if self._lengths is not None:
-            self._lengths.observe(verifying.slots, got.counts, verifying.num_positions - 1, duration_ns)
+            most = verifying.num_positions - 1
+            self._lengths.observe(verifying.slots, got.counts, most, duration_ns, got.num_drafts)
 
     def _stage(self, rows: DecodeRows | None, num_rows: int, width: int) -> None:
         """Fills the next staging slot, for a step of so many positions a row; None: rows of padding alone."""

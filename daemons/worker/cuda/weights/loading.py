@@ -24,6 +24,7 @@ from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_dec
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
+from radixmesh.daemons.worker.models.decoder.config import RouterKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
@@ -58,10 +59,11 @@ def load_model(
             {"feature": architecture},
         )
     if is_chosen(architecture, model_impl):
-        if placement.group.size > 1:
+        if placement.group.size > 1 or placement.experts.size > 1:
             raise MeshError(
                 ErrorReason.ERROR_REASON_UNSUPPORTED,
-                f"{architecture}, computed by modules of transformers, is not divided among ranks: set --tp-size 1",
+                f"{architecture}, computed by modules of transformers, is not divided among ranks: set --tp-size 1 and "
+                "--ep-size 1",
                 {"feature": "tp_size"},
             )
         # Here alone: transformers is installed where such models are served.
@@ -78,6 +80,8 @@ def load_model(
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
         check_model(architecture, built.model, form=form, attention=attention)
+        if placement.experts.size > 1:
+            check_shared_out(architecture, built.model)
         if form is not None:
             targets = _layout(folder, built.targets, is_dummy=is_dummy)
             with _source(folder, targets, stored, placement.device, is_dummy=is_dummy) as source:
@@ -136,6 +140,18 @@ def check_model(
         attention.check_latents(architecture)
 
 
+def check_shared_out(architecture: str, model: Model) -> None:
+    """Raises MeshError UNSUPPORTED for experts that ranks of this backend do not share."""
+    experts = model.config.experts if isinstance(model, DecoderModel) else None
+    if experts is not None and experts.router is RouterKind.SIGMOID:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"{architecture} scales what its experts read: ranks of the cuda backend do not share those, set --ep-size "
+            "1",
+            {"feature": "ep_size"},
+        )
+
+
 def _loaded(model: Model, quantized: QuantizedLayers | QuantizedDeepseek | None, *, is_share: bool) -> LoadedModel:
     if isinstance(model, DecoderModel):
         assert not isinstance(quantized, QuantizedDeepseek)
@@ -154,7 +170,9 @@ def _load_quantized(
 ) -> QuantizedLayers | QuantizedDeepseek:
     dtype, device = placement.dtype, placement.device
     if isinstance(model, DeepseekModel):
-        return load_deepseek(model.config, targets, source, dtype=dtype, device=device, is_online=is_online)
+        return load_deepseek(
+            model.config, targets, source, dtype=dtype, device=device, is_online=is_online, experts=placement.experts
+        )
     assert isinstance(model, DecoderModel)
     return load_layers(model.config, targets, source, form, dtype=dtype, device=device, is_online=is_online)
 

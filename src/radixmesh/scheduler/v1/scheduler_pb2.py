@@ -4,15 +4,18 @@
 # source: radixmesh/scheduler/v1/scheduler.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "radixmesh/scheduler/v1/scheduler.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'radixmesh/scheduler/v1/scheduler.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,85 +25,83 @@ _sym_db = _symbol_database.Default()
 from radixmesh.common.v1 import common_pb2 as radixmesh_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n&radixmesh/scheduler/v1/scheduler.proto\x12\x16radixmesh.scheduler.v1\x1a radixmesh/common/v1/common.proto"\x8b\x02\n\x0cServeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12/\n\x07submits\x18\x02 \x03(\x0b\x32\x1e.radixmesh.scheduler.v1.Submit\x12\x35\n\x05stops\x18\x03 \x03(\x0b\x32&.radixmesh.scheduler.v1.FinishedByStop\x12-\n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x1d.radixmesh.scheduler.v1.Abort\x12\x39\n\x0creservations\x18\x05 \x03(\x0b\x32#.radixmesh.scheduler.v1.Reservation"\xae\x05\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\t\x12\'\n\x04task\x18\x07 \x01(\x0e\x32\x19.radixmesh.common.v1.Task\x12\x12\n\nprompt_ids\x18\x08 \x01(\x0c\x12\x1a\n\x12resumed_output_ids\x18\t \x01(\x0c\x12\x35\n\x08sampling\x18\n \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x0b \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12\x16\n\x0elogprobs_start\x18\x0c \x01(\r\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x10 \x01(\t\x12\x14\n\x0cgrammar_hash\x18\x11 \x01(\t\x12(\n\x05\x62lobs\x18\x12 \x03(\x0b\x32\x19.radixmesh.common.v1.Blob\x12\x13\n\x0btransfer_id\x18\x13 \x01(\t\x12\x36\n\nembeddings\x18\x14 \x03(\x0b\x32".radixmesh.common.v1.EmbeddingSpan\x12:\n\nsend_kv_to\x18\x15 \x01(\x0b\x32&.radixmesh.scheduler.v1.TransferTarget\x12\x15\n\rtrace_context\x18\x16 \x01(\t\x12\x18\n\x0bshares_with\x18\x17 \x01(\x05H\x01\x88\x01\x01\x42\x0e\n\x0c_deadline_msB\x0e\n\x0c_shares_with"\xa4\x01\n\x0bReservation\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x12\n\nprompt_ids\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0f\n\x07granule\x18\x08 \x01(\rJ\x04\x08\x02\x10\x03R\nnum_tokens"\x8b\x01\n\x11ReservationResult\x12\x36\n\x06target\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.TransferTarget\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error"\x89\x01\n\x0eTransferTarget\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07regions\x18\x02 \x03(\x0c\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\rtokens_digest\x18\x06 \x01(\x0c"4\n\x0e\x46inishedByStop\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nnum_output\x18\x02 \x01(\r"\xa9\x01\n\x05\x41\x62ort\x12\x10\n\x08\x61\x62ort_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\x05index\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rbelow_attempt\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x13\n\x06tenant\x18\x05 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x06is_own\x18\x06 \x01(\x08\x42\x08\n\x06_indexB\x10\n\x0e_below_attemptB\t\n\x07_tenant"\x8a\x04\n\rServeResponse\x12\x35\n\x05hello\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.SchedulerHello\x12\x32\n\x06tokens\x18\x02 \x01(\x0b\x32".radixmesh.scheduler.v1.TokenBatch\x12?\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32&.radixmesh.scheduler.v1.PromptLogprobs\x12\x35\n\x07vectors\x18\x04 \x03(\x0b\x32$.radixmesh.scheduler.v1.OutputVector\x12\x32\n\x08\x66inished\x18\x05 \x03(\x0b\x32 .radixmesh.scheduler.v1.Finished\x12\x32\n\x08rejected\x18\x06 \x03(\x0b\x32 .radixmesh.scheduler.v1.Rejected\x12:\n\rabort_results\x18\x07 \x03(\x0b\x32#.radixmesh.scheduler.v1.AbortResult\x12*\n\x04load\x18\x08 \x01(\x0b\x32\x1c.radixmesh.scheduler.v1.Load\x12\x46\n\x13reservation_results\x18\t \x03(\x0b\x32).radixmesh.scheduler.v1.ReservationResult"\xa8\x01\n\x0eSchedulerHello\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12\x10\n\x08\x61\x64\x61pters\x18\x02 \x03(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x33\n\x04role\x18\x05 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole"\xba\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x10\n\x08\x61ttempts\x18\x02 \x01(\x0c\x12\x1c\n\x14\x66irst_output_indexes\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x35\n\x08logprobs\x18\x06 \x03(\x0b\x32#.radixmesh.scheduler.v1.RowLogprobs\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04"K\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12/\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs"i\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs".\n\x0cOutputVector\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0e\n\x06values\x18\x02 \x01(\x0c"\xea\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.radixmesh.common.v1.FinishReason\x12\x12\n\nnum_output\x18\x04 \x01(\r\x12\x14\n\x07stop_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12)\n\x05usage\x18\x06 \x01(\x0b\x32\x1a.radixmesh.common.v1.Usage\x12)\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x1a.radixmesh.common.v1.ErrorB\n\n\x08_stop_id"V\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error"V\n\x0b\x41\x62ortResult\x12\x10\n\x08\x61\x62ort_id\x18\x01 \x01(\x04\x12\x35\n\x07outcome\x18\x02 \x01(\x0e\x32$.radixmesh.scheduler.v1.AbortOutcome"\xbc\x03\n\x04Load\x12\x17\n\x0fsubmit_sequence\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x07 \x01(\r\x12\x10\n\x08hit_rate\x18\x08 \x01(\x02\x12\x31\n\x05group\x18\t \x01(\x0e\x32".radixmesh.scheduler.v1.GroupState\x12\x13\n\x0bis_draining\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x11\n\tnum_slots\x18\x0c \x01(\r\x12/\n\x05ranks\x18\r \x03(\x0b\x32 .radixmesh.scheduler.v1.RankLoad\x12\x12\n\nis_leaving\x18\x0e \x01(\x08\x12\x38\n\x04role\x18\x0f \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRoleH\x00\x88\x01\x01\x12\x16\n\x0ehost_load_cost\x18\x10 \x01(\x02\x42\x07\n\x05_role"Z\n\x08RankLoad\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r"C\n\x11WatchCacheRequest\x12\x1b\n\x0e\x61\x66ter_revision\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_after_revision"\x98\x02\n\x12WatchCacheResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x34\n\x07inserts\x18\x02 \x03(\x0b\x32#.radixmesh.scheduler.v1.CacheInsert\x12\x15\n\revicted_nodes\x18\x03 \x01(\x0c\x12\x13\n\x0bis_snapshot\x18\x04 \x01(\x08\x12\x10\n\x08is_reset\x18\x05 \x01(\x08\x12\x32\n\x06splits\x18\x06 \x03(\x0b\x32".radixmesh.scheduler.v1.CacheSplit\x12\x30\n\x05trims\x18\x07 \x03(\x0b\x32!.radixmesh.scheduler.v1.CacheTrim\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t"\xcb\x01\n\x0b\x43\x61\x63heInsert\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12/\n\x04tier\x18\t \x01(\x0e\x32!.radixmesh.scheduler.v1.CacheTier"<\n\nCacheSplit\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\r\n\x05upper\x18\x02 \x01(\x05\x12\x11\n\tnum_upper\x18\x03 \x01(\r"+\n\tCacheTrim\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\x10\n\x08num_left\x18\x02 \x01(\r""\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r"E\n\x0eSetRoleRequest\x12\x33\n\x04role\x18\x01 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole"a\n\x0fSetRoleResponse\x12\x37\n\x08previous\x18\x01 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole\x12\x15\n\rnum_remaining\x18\x02 \x01(\r"\'\n\x11\x46lushCacheRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04"+\n\x12\x46lushCacheResponse\x12\x15\n\rflushed_pages\x18\x01 \x01(\r"\x11\n\x0fGetStateRequest"\xa2\x05\n\x10GetStateResponse\x12\x35\n\x05hello\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.SchedulerHello\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.radixmesh.scheduler.v1.Load\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x13\n\x0bowned_pages\x18\x05 \x01(\r\x12\x14\n\x0cleased_pages\x18\x06 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x07 \x01(\r\x12\x1b\n\x13num_page_violations\x18\x08 \x01(\x04\x12\x17\n\x0fnum_retractions\x18\t \x01(\x04\x12\x16\n\x0e\x61\x64opted_tokens\x18\n \x01(\x04\x12\x18\n\x10prefilled_tokens\x18\x0b \x01(\x04\x12\x1c\n\x14prompt_cached_tokens\x18\x0c \x01(\x04\x12\x13\n\x0bnum_routers\x18\r \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12!\n\x19num_prefix_deduplications\x18\x0f \x01(\x04\x12\x15\n\revicted_pages\x18\x10 \x01(\x04\x12\x1d\n\x15\x64\x65\x63ode_reserve_tokens\x18\x11 \x01(\r\x12\x16\n\x0e\x63\x61\x63he_revision\x18\x12 \x01(\x04\x12\x1b\n\x13\x65xpert_balancedness\x18\x13 \x01(\x01\x12\x1d\n\x15num_expert_placements\x18\x14 \x01(\x04\x12\x16\n\x0enum_kv_arrived\x18\x15 \x01(\x04\x12\x15\n\rnum_kv_failed\x18\x16 \x01(\x04\x12\x1a\n\x12num_kv_handed_over\x18\x17 \x01(\x04\x12\x17\n\x0fnum_kv_arriving\x18\x18 \x01(\r*f\n\rSchedulerRole\x12\x1e\n\x1aSCHEDULER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULER_ROLE_PREFILL\x10\x01\x12\x19\n\x15SCHEDULER_ROLE_DECODE\x10\x02*}\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_OUTCOME_FOUND\x10\x01\x12\x1a\n\x16\x41\x42ORT_OUTCOME_FINISHED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03*\x91\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_CONNECTING\x10\x01\x12\x18\n\x14GROUP_STATE_ADOPTING\x10\x02\x12\x17\n\x13GROUP_STATE_SERVING\x10\x03\x12\x17\n\x13GROUP_STATE_STANDBY\x10\x04*<\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x01\x32\xc9\x04\n\x10SchedulerService\x12X\n\x05Serve\x12$.radixmesh.scheduler.v1.ServeRequest\x1a%.radixmesh.scheduler.v1.ServeResponse(\x01\x30\x01\x12\x65\n\nWatchCache\x12).radixmesh.scheduler.v1.WatchCacheRequest\x1a*.radixmesh.scheduler.v1.WatchCacheResponse0\x01\x12T\n\x05\x44rain\x12$.radixmesh.scheduler.v1.DrainRequest\x1a%.radixmesh.scheduler.v1.DrainResponse\x12Z\n\x07SetRole\x12&.radixmesh.scheduler.v1.SetRoleRequest\x1a\'.radixmesh.scheduler.v1.SetRoleResponse\x12\x63\n\nFlushCache\x12).radixmesh.scheduler.v1.FlushCacheRequest\x1a*.radixmesh.scheduler.v1.FlushCacheResponse\x12]\n\x08GetState\x12\'.radixmesh.scheduler.v1.GetStateRequest\x1a(.radixmesh.scheduler.v1.GetStateResponseb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&radixmesh/scheduler/v1/scheduler.proto\x12\x16radixmesh.scheduler.v1\x1a radixmesh/common/v1/common.proto\"\x8b\x02\n\x0cServeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12/\n\x07submits\x18\x02 \x03(\x0b\x32\x1e.radixmesh.scheduler.v1.Submit\x12\x35\n\x05stops\x18\x03 \x03(\x0b\x32&.radixmesh.scheduler.v1.FinishedByStop\x12-\n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x1d.radixmesh.scheduler.v1.Abort\x12\x39\n\x0creservations\x18\x05 \x03(\x0b\x32#.radixmesh.scheduler.v1.Reservation\"\xae\x05\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\t\x12\'\n\x04task\x18\x07 \x01(\x0e\x32\x19.radixmesh.common.v1.Task\x12\x12\n\nprompt_ids\x18\x08 \x01(\x0c\x12\x1a\n\x12resumed_output_ids\x18\t \x01(\x0c\x12\x35\n\x08sampling\x18\n \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x0b \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12\x16\n\x0elogprobs_start\x18\x0c \x01(\r\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x10 \x01(\t\x12\x14\n\x0cgrammar_hash\x18\x11 \x01(\t\x12(\n\x05\x62lobs\x18\x12 \x03(\x0b\x32\x19.radixmesh.common.v1.Blob\x12\x13\n\x0btransfer_id\x18\x13 \x01(\t\x12\x36\n\nembeddings\x18\x14 \x03(\x0b\x32\".radixmesh.common.v1.EmbeddingSpan\x12:\n\nsend_kv_to\x18\x15 \x01(\x0b\x32&.radixmesh.scheduler.v1.TransferTarget\x12\x15\n\rtrace_context\x18\x16 \x01(\t\x12\x18\n\x0bshares_with\x18\x17 \x01(\x05H\x01\x88\x01\x01\x42\x0e\n\x0c_deadline_msB\x0e\n\x0c_shares_with\"\xa4\x01\n\x0bReservation\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12\x12\n\nprompt_ids\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0f\n\x07granule\x18\x08 \x01(\rJ\x04\x08\x02\x10\x03R\nnum_tokens\"\x8b\x01\n\x11ReservationResult\x12\x36\n\x06target\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.TransferTarget\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error\"\x89\x01\n\x0eTransferTarget\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07regions\x18\x02 \x03(\x0c\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\rtokens_digest\x18\x06 \x01(\x0c\"4\n\x0e\x46inishedByStop\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nnum_output\x18\x02 \x01(\r\"\xa9\x01\n\x05\x41\x62ort\x12\x10\n\x08\x61\x62ort_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\x05index\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rbelow_attempt\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x13\n\x06tenant\x18\x05 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x06is_own\x18\x06 \x01(\x08\x42\x08\n\x06_indexB\x10\n\x0e_below_attemptB\t\n\x07_tenant\"\x8a\x04\n\rServeResponse\x12\x35\n\x05hello\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.SchedulerHello\x12\x32\n\x06tokens\x18\x02 \x01(\x0b\x32\".radixmesh.scheduler.v1.TokenBatch\x12?\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32&.radixmesh.scheduler.v1.PromptLogprobs\x12\x35\n\x07vectors\x18\x04 \x03(\x0b\x32$.radixmesh.scheduler.v1.OutputVector\x12\x32\n\x08\x66inished\x18\x05 \x03(\x0b\x32 .radixmesh.scheduler.v1.Finished\x12\x32\n\x08rejected\x18\x06 \x03(\x0b\x32 .radixmesh.scheduler.v1.Rejected\x12:\n\rabort_results\x18\x07 \x03(\x0b\x32#.radixmesh.scheduler.v1.AbortResult\x12*\n\x04load\x18\x08 \x01(\x0b\x32\x1c.radixmesh.scheduler.v1.Load\x12\x46\n\x13reservation_results\x18\t \x03(\x0b\x32).radixmesh.scheduler.v1.ReservationResult\"\xa8\x01\n\x0eSchedulerHello\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12\x10\n\x08\x61\x64\x61pters\x18\x02 \x03(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x33\n\x04role\x18\x05 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole\"\xba\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x10\n\x08\x61ttempts\x18\x02 \x01(\x0c\x12\x1c\n\x14\x66irst_output_indexes\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x35\n\x08logprobs\x18\x06 \x03(\x0b\x32#.radixmesh.scheduler.v1.RowLogprobs\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\"K\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12/\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\"i\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\".\n\x0cOutputVector\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xea\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.radixmesh.common.v1.FinishReason\x12\x12\n\nnum_output\x18\x04 \x01(\r\x12\x14\n\x07stop_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12)\n\x05usage\x18\x06 \x01(\x0b\x32\x1a.radixmesh.common.v1.Usage\x12)\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x1a.radixmesh.common.v1.ErrorB\n\n\x08_stop_id\"V\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error\"V\n\x0b\x41\x62ortResult\x12\x10\n\x08\x61\x62ort_id\x18\x01 \x01(\x04\x12\x35\n\x07outcome\x18\x02 \x01(\x0e\x32$.radixmesh.scheduler.v1.AbortOutcome\"\xce\x03\n\x04Load\x12\x17\n\x0fsubmit_sequence\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x13\n\x0btotal_pages\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x07 \x01(\r\x12\x10\n\x08hit_rate\x18\x08 \x01(\x02\x12\x31\n\x05group\x18\t \x01(\x0e\x32\".radixmesh.scheduler.v1.GroupState\x12\x13\n\x0bis_draining\x18\n \x01(\x08\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x11\n\tnum_slots\x18\x0c \x01(\r\x12/\n\x05ranks\x18\r \x03(\x0b\x32 .radixmesh.scheduler.v1.RankLoad\x12\x12\n\nis_leaving\x18\x0e \x01(\x08\x12\x38\n\x04role\x18\x0f \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRoleH\x00\x88\x01\x01\x12\x16\n\x0ehost_load_cost\x18\x10 \x01(\x02\x12\x10\n\x08token_us\x18\x11 \x01(\x02\x42\x07\n\x05_role\"Z\n\x08RankLoad\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x04 \x01(\r\"C\n\x11WatchCacheRequest\x12\x1b\n\x0e\x61\x66ter_revision\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_after_revision\"\x98\x02\n\x12WatchCacheResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x34\n\x07inserts\x18\x02 \x03(\x0b\x32#.radixmesh.scheduler.v1.CacheInsert\x12\x15\n\revicted_nodes\x18\x03 \x01(\x0c\x12\x13\n\x0bis_snapshot\x18\x04 \x01(\x08\x12\x10\n\x08is_reset\x18\x05 \x01(\x08\x12\x32\n\x06splits\x18\x06 \x03(\x0b\x32\".radixmesh.scheduler.v1.CacheSplit\x12\x30\n\x05trims\x18\x07 \x03(\x0b\x32!.radixmesh.scheduler.v1.CacheTrim\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\"\xcb\x01\n\x0b\x43\x61\x63heInsert\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12\x0c\n\x04salt\x18\x07 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12/\n\x04tier\x18\t \x01(\x0e\x32!.radixmesh.scheduler.v1.CacheTier\"<\n\nCacheSplit\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\r\n\x05upper\x18\x02 \x01(\x05\x12\x11\n\tnum_upper\x18\x03 \x01(\r\"+\n\tCacheTrim\x12\x0c\n\x04node\x18\x01 \x01(\x05\x12\x10\n\x08num_left\x18\x02 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"&\n\rDrainResponse\x12\x15\n\rnum_remaining\x18\x01 \x01(\r\"E\n\x0eSetRoleRequest\x12\x33\n\x04role\x18\x01 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole\"a\n\x0fSetRoleResponse\x12\x37\n\x08previous\x18\x01 \x01(\x0e\x32%.radixmesh.scheduler.v1.SchedulerRole\x12\x15\n\rnum_remaining\x18\x02 \x01(\r\"\'\n\x11\x46lushCacheRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"+\n\x12\x46lushCacheResponse\x12\x15\n\rflushed_pages\x18\x01 \x01(\r\"\x11\n\x0fGetStateRequest\"\xa2\x05\n\x10GetStateResponse\x12\x35\n\x05hello\x18\x01 \x01(\x0b\x32&.radixmesh.scheduler.v1.SchedulerHello\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.radixmesh.scheduler.v1.Load\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x13\n\x0bowned_pages\x18\x05 \x01(\r\x12\x14\n\x0cleased_pages\x18\x06 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x07 \x01(\r\x12\x1b\n\x13num_page_violations\x18\x08 \x01(\x04\x12\x17\n\x0fnum_retractions\x18\t \x01(\x04\x12\x16\n\x0e\x61\x64opted_tokens\x18\n \x01(\x04\x12\x18\n\x10prefilled_tokens\x18\x0b \x01(\x04\x12\x1c\n\x14prompt_cached_tokens\x18\x0c \x01(\x04\x12\x13\n\x0bnum_routers\x18\r \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12!\n\x19num_prefix_deduplications\x18\x0f \x01(\x04\x12\x15\n\revicted_pages\x18\x10 \x01(\x04\x12\x1d\n\x15\x64\x65\x63ode_reserve_tokens\x18\x11 \x01(\r\x12\x16\n\x0e\x63\x61\x63he_revision\x18\x12 \x01(\x04\x12\x1b\n\x13\x65xpert_balancedness\x18\x13 \x01(\x01\x12\x1d\n\x15num_expert_placements\x18\x14 \x01(\x04\x12\x16\n\x0enum_kv_arrived\x18\x15 \x01(\x04\x12\x15\n\rnum_kv_failed\x18\x16 \x01(\x04\x12\x1a\n\x12num_kv_handed_over\x18\x17 \x01(\x04\x12\x17\n\x0fnum_kv_arriving\x18\x18 \x01(\r*f\n\rSchedulerRole\x12\x1e\n\x1aSCHEDULER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULER_ROLE_PREFILL\x10\x01\x12\x19\n\x15SCHEDULER_ROLE_DECODE\x10\x02*}\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_OUTCOME_FOUND\x10\x01\x12\x1a\n\x16\x41\x42ORT_OUTCOME_FINISHED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03*\x91\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16GROUP_STATE_CONNECTING\x10\x01\x12\x18\n\x14GROUP_STATE_ADOPTING\x10\x02\x12\x17\n\x13GROUP_STATE_SERVING\x10\x03\x12\x17\n\x13GROUP_STATE_STANDBY\x10\x04*<\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x01\x32\xc9\x04\n\x10SchedulerService\x12X\n\x05Serve\x12$.radixmesh.scheduler.v1.ServeRequest\x1a%.radixmesh.scheduler.v1.ServeResponse(\x01\x30\x01\x12\x65\n\nWatchCache\x12).radixmesh.scheduler.v1.WatchCacheRequest\x1a*.radixmesh.scheduler.v1.WatchCacheResponse0\x01\x12T\n\x05\x44rain\x12$.radixmesh.scheduler.v1.DrainRequest\x1a%.radixmesh.scheduler.v1.DrainResponse\x12Z\n\x07SetRole\x12&.radixmesh.scheduler.v1.SetRoleRequest\x1a\'.radixmesh.scheduler.v1.SetRoleResponse\x12\x63\n\nFlushCache\x12).radixmesh.scheduler.v1.FlushCacheRequest\x1a*.radixmesh.scheduler.v1.FlushCacheResponse\x12]\n\x08GetState\x12\'.radixmesh.scheduler.v1.GetStateRequest\x1a(.radixmesh.scheduler.v1.GetStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "radixmesh.scheduler.v1.scheduler_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixmesh.scheduler.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SCHEDULERROLE"]._serialized_start = 5496
-    _globals["_SCHEDULERROLE"]._serialized_end = 5598
-    _globals["_ABORTOUTCOME"]._serialized_start = 5600
-    _globals["_ABORTOUTCOME"]._serialized_end = 5725
-    _globals["_GROUPSTATE"]._serialized_start = 5728
-    _globals["_GROUPSTATE"]._serialized_end = 5873
-    _globals["_CACHETIER"]._serialized_start = 5875
-    _globals["_CACHETIER"]._serialized_end = 5935
-    _globals["_SERVEREQUEST"]._serialized_start = 101
-    _globals["_SERVEREQUEST"]._serialized_end = 368
-    _globals["_SUBMIT"]._serialized_start = 371
-    _globals["_SUBMIT"]._serialized_end = 1057
-    _globals["_RESERVATION"]._serialized_start = 1060
-    _globals["_RESERVATION"]._serialized_end = 1224
-    _globals["_RESERVATIONRESULT"]._serialized_start = 1227
-    _globals["_RESERVATIONRESULT"]._serialized_end = 1366
-    _globals["_TRANSFERTARGET"]._serialized_start = 1369
-    _globals["_TRANSFERTARGET"]._serialized_end = 1506
-    _globals["_FINISHEDBYSTOP"]._serialized_start = 1508
-    _globals["_FINISHEDBYSTOP"]._serialized_end = 1560
-    _globals["_ABORT"]._serialized_start = 1563
-    _globals["_ABORT"]._serialized_end = 1732
-    _globals["_SERVERESPONSE"]._serialized_start = 1735
-    _globals["_SERVERESPONSE"]._serialized_end = 2257
-    _globals["_SCHEDULERHELLO"]._serialized_start = 2260
-    _globals["_SCHEDULERHELLO"]._serialized_end = 2428
-    _globals["_TOKENBATCH"]._serialized_start = 2431
-    _globals["_TOKENBATCH"]._serialized_end = 2617
-    _globals["_ROWLOGPROBS"]._serialized_start = 2619
-    _globals["_ROWLOGPROBS"]._serialized_end = 2694
-    _globals["_PROMPTLOGPROBS"]._serialized_start = 2696
-    _globals["_PROMPTLOGPROBS"]._serialized_end = 2801
-    _globals["_OUTPUTVECTOR"]._serialized_start = 2803
-    _globals["_OUTPUTVECTOR"]._serialized_end = 2849
-    _globals["_FINISHED"]._serialized_start = 2852
-    _globals["_FINISHED"]._serialized_end = 3086
-    _globals["_REJECTED"]._serialized_start = 3088
-    _globals["_REJECTED"]._serialized_end = 3174
-    _globals["_ABORTRESULT"]._serialized_start = 3176
-    _globals["_ABORTRESULT"]._serialized_end = 3262
-    _globals["_LOAD"]._serialized_start = 3265
-    _globals["_LOAD"]._serialized_end = 3709
-    _globals["_RANKLOAD"]._serialized_start = 3711
-    _globals["_RANKLOAD"]._serialized_end = 3801
-    _globals["_WATCHCACHEREQUEST"]._serialized_start = 3803
-    _globals["_WATCHCACHEREQUEST"]._serialized_end = 3870
-    _globals["_WATCHCACHERESPONSE"]._serialized_start = 3873
-    _globals["_WATCHCACHERESPONSE"]._serialized_end = 4153
-    _globals["_CACHEINSERT"]._serialized_start = 4156
-    _globals["_CACHEINSERT"]._serialized_end = 4359
-    _globals["_CACHESPLIT"]._serialized_start = 4361
-    _globals["_CACHESPLIT"]._serialized_end = 4421
-    _globals["_CACHETRIM"]._serialized_start = 4423
-    _globals["_CACHETRIM"]._serialized_end = 4466
-    _globals["_DRAINREQUEST"]._serialized_start = 4468
-    _globals["_DRAINREQUEST"]._serialized_end = 4502
-    _globals["_DRAINRESPONSE"]._serialized_start = 4504
-    _globals["_DRAINRESPONSE"]._serialized_end = 4542
-    _globals["_SETROLEREQUEST"]._serialized_start = 4544
-    _globals["_SETROLEREQUEST"]._serialized_end = 4613
-    _globals["_SETROLERESPONSE"]._serialized_start = 4615
-    _globals["_SETROLERESPONSE"]._serialized_end = 4712
-    _globals["_FLUSHCACHEREQUEST"]._serialized_start = 4714
-    _globals["_FLUSHCACHEREQUEST"]._serialized_end = 4753
-    _globals["_FLUSHCACHERESPONSE"]._serialized_start = 4755
-    _globals["_FLUSHCACHERESPONSE"]._serialized_end = 4798
-    _globals["_GETSTATEREQUEST"]._serialized_start = 4800
-    _globals["_GETSTATEREQUEST"]._serialized_end = 4817
-    _globals["_GETSTATERESPONSE"]._serialized_start = 4820
-    _globals["_GETSTATERESPONSE"]._serialized_end = 5494
-    _globals["_SCHEDULERSERVICE"]._serialized_start = 5938
-    _globals["_SCHEDULERSERVICE"]._serialized_end = 6523
+  DESCRIPTOR._loaded_options = None
+  _globals['_SCHEDULERROLE']._serialized_start=5514
+  _globals['_SCHEDULERROLE']._serialized_end=5616
+  _globals['_ABORTOUTCOME']._serialized_start=5618
+  _globals['_ABORTOUTCOME']._serialized_end=5743
+  _globals['_GROUPSTATE']._serialized_start=5746
+  _globals['_GROUPSTATE']._serialized_end=5891
+  _globals['_CACHETIER']._serialized_start=5893
+  _globals['_CACHETIER']._serialized_end=5953
+  _globals['_SERVEREQUEST']._serialized_start=101
+  _globals['_SERVEREQUEST']._serialized_end=368
+  _globals['_SUBMIT']._serialized_start=371
+  _globals['_SUBMIT']._serialized_end=1057
+  _globals['_RESERVATION']._serialized_start=1060
+  _globals['_RESERVATION']._serialized_end=1224
+  _globals['_RESERVATIONRESULT']._serialized_start=1227
+  _globals['_RESERVATIONRESULT']._serialized_end=1366
+  _globals['_TRANSFERTARGET']._serialized_start=1369
+  _globals['_TRANSFERTARGET']._serialized_end=1506
+  _globals['_FINISHEDBYSTOP']._serialized_start=1508
+  _globals['_FINISHEDBYSTOP']._serialized_end=1560
+  _globals['_ABORT']._serialized_start=1563
+  _globals['_ABORT']._serialized_end=1732
+  _globals['_SERVERESPONSE']._serialized_start=1735
+  _globals['_SERVERESPONSE']._serialized_end=2257
+  _globals['_SCHEDULERHELLO']._serialized_start=2260
+  _globals['_SCHEDULERHELLO']._serialized_end=2428
+  _globals['_TOKENBATCH']._serialized_start=2431
+  _globals['_TOKENBATCH']._serialized_end=2617
+  _globals['_ROWLOGPROBS']._serialized_start=2619
+  _globals['_ROWLOGPROBS']._serialized_end=2694
+  _globals['_PROMPTLOGPROBS']._serialized_start=2696
+  _globals['_PROMPTLOGPROBS']._serialized_end=2801
+  _globals['_OUTPUTVECTOR']._serialized_start=2803
+  _globals['_OUTPUTVECTOR']._serialized_end=2849
+  _globals['_FINISHED']._serialized_start=2852
+  _globals['_FINISHED']._serialized_end=3086
+  _globals['_REJECTED']._serialized_start=3088
+  _globals['_REJECTED']._serialized_end=3174
+  _globals['_ABORTRESULT']._serialized_start=3176
+  _globals['_ABORTRESULT']._serialized_end=3262
+  _globals['_LOAD']._serialized_start=3265
+  _globals['_LOAD']._serialized_end=3727
+  _globals['_RANKLOAD']._serialized_start=3729
+  _globals['_RANKLOAD']._serialized_end=3819
+  _globals['_WATCHCACHEREQUEST']._serialized_start=3821
+  _globals['_WATCHCACHEREQUEST']._serialized_end=3888
+  _globals['_WATCHCACHERESPONSE']._serialized_start=3891
+  _globals['_WATCHCACHERESPONSE']._serialized_end=4171
+  _globals['_CACHEINSERT']._serialized_start=4174
+  _globals['_CACHEINSERT']._serialized_end=4377
+  _globals['_CACHESPLIT']._serialized_start=4379
+  _globals['_CACHESPLIT']._serialized_end=4439
+  _globals['_CACHETRIM']._serialized_start=4441
+  _globals['_CACHETRIM']._serialized_end=4484
+  _globals['_DRAINREQUEST']._serialized_start=4486
+  _globals['_DRAINREQUEST']._serialized_end=4520
+  _globals['_DRAINRESPONSE']._serialized_start=4522
+  _globals['_DRAINRESPONSE']._serialized_end=4560
+  _globals['_SETROLEREQUEST']._serialized_start=4562
+  _globals['_SETROLEREQUEST']._serialized_end=4631
+  _globals['_SETROLERESPONSE']._serialized_start=4633
+  _globals['_SETROLERESPONSE']._serialized_end=4730
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=4732
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=4771
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=4773
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=4816
+  _globals['_GETSTATEREQUEST']._serialized_start=4818
+  _globals['_GETSTATEREQUEST']._serialized_end=4835
+  _globals['_GETSTATERESPONSE']._serialized_start=4838
+  _globals['_GETSTATERESPONSE']._serialized_end=5512
+  _globals['_SCHEDULERSERVICE']._serialized_start=5956
+  _globals['_SCHEDULERSERVICE']._serialized_end=6541
 # @@protoc_insertion_point(module_scope)

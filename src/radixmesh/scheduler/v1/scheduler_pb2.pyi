@@ -297,7 +297,7 @@ class AbortResult(_message.Message):
     def __init__(self, abort_id: _Optional[int] = ..., outcome: _Optional[_Union[AbortOutcome, str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving", "role", "host_load_cost")
+    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving", "role", "host_load_cost", "token_us")
     SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class Load(_message.Message):
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     HOST_LOAD_COST_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     submit_sequence: int
     num_running: int
     num_waiting: int
@@ -330,7 +331,8 @@ class Load(_message.Message):
     is_leaving: bool
     role: SchedulerRole
     host_load_cost: float
-    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., host_load_cost: _Optional[float] = ...) -> None: ...
+    token_us: float
+    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., host_load_cost: _Optional[float] = ..., token_us: _Optional[float] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("dp_rank", "num_running", "free_pages", "cached_pages")

@@ -1,0 +1,217 @@
+"""Rows to the experts of other ranks and back, by transport, beside the transport's own kernels alone.
+
+    python bench/gpu/expert_rows.py --ranks 4 --transports nccl nixl deepep
+    python bench/gpu/expert_rows.py --ranks 2 --transports host --device cpu --hidden 256 --experts 16
+
+Microseconds of dispatch and combine of one layer at low latency, by rows of a rank. ours: as a layer of a model does
+it, with experts that give back what they read. own: nothing but the collectives of the wire with these bytes, or the
+two calls of the library. In CUDA graphs of --calls layers, or on CPUs call by call; the slowest rank's, the least of
+some repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from gpu.mesh import gpu_name
+
+from radixmesh.daemons.runtime.rank_layout import RankLayout
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
+from radixmesh.daemons.worker.collectives.member import CollectiveMember
+from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.choice import EP_TRANSPORTS, create_device_dispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
+from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
+from radixmesh.daemons.worker.cuda.experts import Experts
+from radixmesh.daemons.worker.cuda.gemm.backend import TorchGemm
+from radixmesh.kernels.moe.route import Routes
+
+_REPEATS = 20
+_MEET_S = 120.0
+_RANK_S = 240.0
+
+
+class _Same(Experts):
+    """Gives back what it reads."""
+
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        residual_TD += x_TD
+
+
+def run_rank(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds by rows, ours and own."""
+    device: Device = HostDevice() if args.device == "cpu" else CudaDevice(args.rank)
+    member = _met(args)
+    found: dict[str, dict[str, float]] = {"ours": {}, "own": {}}
+    with device.in_order(), torch.inference_mode():
+        placed, most = member.experts, max(args.rows)
+        assert isinstance(placed, AllToAllDispatch)
+        dispatch = create_device_dispatch(args.transports[0], placed.group, device, max_room=most)
+        norm_D = torch.ones(args.hidden, dtype=torch.bfloat16, device=device.torch_device)
+        experts = DispatchedExperts(_Same(), dispatch, placed, args.experts, norm_D, TorchGemm())
+        dispatch.form()
+        for rows in args.rows:
+            dispatch.room = rows
+            x_TD, routes = _rows(rows, args, device)
+            layer = _layer(experts, x_TD, routes)
+            own = _own(dispatch, x_TD, routes, placed.slots_per_rank(args.experts))
+            for name, work in (("ours", layer), ("own", own)):
+                found[name][str(rows)] = _micros(work, member, device, args.calls)
+            dispatch.check()
+    return found
+
+
+def _met(args: argparse.Namespace) -> CollectiveMember:
+    """A rank that has met the others, by a file that rank 0 writes."""
+    layout = RankLayout.of_rank(args.rank, tp_size=1, dp_size=args.ranks, ep_size=args.ranks)
+    member, place = CollectiveMember(layout, "127.0.0.1"), Path(args.folder) / "place"
+    if args.rank == 0:
+        place.with_suffix(".new").write_text(member.rendezvous)
+        place.with_suffix(".new").rename(place)
+    deadline = time.monotonic() + _MEET_S
+    while not place.exists():
+        assert time.monotonic() < deadline, "rank 0 does not come"
+        time.sleep(0.02)
+    member.form(1, place.read_text(), [f"rank-{rank}" for rank in range(args.ranks)])
+    return member
+
+
+def _rows(rows: int, args: argparse.Namespace, device: Device) -> tuple[torch.Tensor, Routes]:
+    generator = torch.Generator().manual_seed(args.rank)
+    x_TD = torch.randn(rows, args.hidden, generator=generator).bfloat16().to(device.torch_device)
+    ids_TA = torch.rand(rows, args.experts, generator=generator).argsort(dim=1)[:, : args.picks].int()
+    weights_TA = torch.full((rows, args.picks), 1 / args.picks)
+    return x_TD, Routes(ids_TA.contiguous().to(device.torch_device), weights_TA.to(device.torch_device))
+
+
+def _layer(experts: DispatchedExperts, x_TD: torch.Tensor, routes: Routes) -> Callable[[], torch.Tensor]:
+    residual_TD = torch.zeros_like(x_TD)
+
+    def work() -> torch.Tensor:
+        experts.add_to(residual_TD, x_TD, routes)
+        return residual_TD
+
+    return work
+
+
+def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: int) -> Callable[[], torch.Tensor]:
+    """The calls of the transport itself for these rows."""
+    if isinstance(dispatch, BufferDispatch):
+        buffer, slots_TA = dispatch._buffer, routes.expert_ids_TA.long()
+        assert buffer is not None
+
+        def calls() -> torch.Tensor:
+            x_PXD, _, handle = buffer.dispatch(x_TD, slots_TA)
+            return buffer.combine(x_PXD, slots_TA, routes.weights_TA, handle)
+
+        return calls
+    assert isinstance(dispatch, WireDispatch)
+    wire, size, rows = dispatch._wire, dispatch.size, len(x_TD)
+    packed_TB = torch.zeros(rows, 2 * x_TD.shape[1] + 8 * routes.weights_TA.shape[1], dtype=torch.uint8)
+    packed_TB, back_XD = packed_TB.to(x_TD.device), x_TD.repeat(size, 1)
+
+    def collectives() -> torch.Tensor:
+        wire.gather(packed_TB)
+        return wire.all_to_all(back_XD, [rows] * size, [rows] * size)
+
+    return collectives
+
+
+def _micros(work: Callable[[], torch.Tensor], member: CollectiveMember, device: Device, calls: int) -> float:
+    def all_calls() -> torch.Tensor:
+        for _ in range(calls):
+            result = work()
+        return result
+
+    all_calls()
+    run = device.capture(all_calls) if device.can_capture else all_calls
+    run()
+    times = []
+    for _ in range(_REPEATS if device.can_capture else 3):
+        device.record_event().wait()
+        # All begin together.
+        member.expert_group.stack(torch.zeros(1))
+        started = time.monotonic()
+        run()
+        device.record_event().wait()
+        times.append((time.monotonic() - started) / calls * 1e6)
+    return round(min(times), 2)
+
+
+def run_all(args: argparse.Namespace) -> dict[str, object]:
+    """By transport; one that cannot be had says why."""
+    found: dict[str, object] = {}
+    for transport in args.transports:
+        try:
+            of_ranks = _processes(transport, args)
+        except RuntimeError as error:
+            found[transport] = {"error": str(error)[-600:]}
+            continue
+        found[transport] = {
+            name: {rows: max(of[name][rows] for of in of_ranks) for rows in of_ranks[0][name]} for name in of_ranks[0]
+        }
+    return found
+
+
+def _processes(transport: str, args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
+    """Raises RuntimeError with the end of what a rank said."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--transports", transport, "--ranks", str(args.ranks), "--folder", folder]
+        for name in ("hidden", "experts", "picks", "device", "calls"):
+            command += [f"--{name}", str(getattr(args, name))]
+        command += ["--rows", *map(str, args.rows)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], **pipes) for rank in range(args.ranks)]  # type: ignore[call-overload]
+        try:
+            outputs = [rank.communicate(timeout=_RANK_S) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the ranks did not end within {_RANK_S:g} s") from error
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        if rank.returncode:
+            raise RuntimeError(errors)
+    return [json.loads(output) for output, _ in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--transports", nargs="+", default=["nccl", "nixl", "deepep"], choices=EP_TRANSPORTS)
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 128, 512])
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--picks", type=int, default=8)
+    parser.add_argument("--calls", type=int, default=32, help="layers in a graph")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rank", type=int, default=None, help="of this process, which is one of them")
+    parser.add_argument("--folder", default="", help="folder where ranks meet")
+    args = parser.parse_args()
+    if args.rank is not None:
+        print(json.dumps(run_rank(args)), flush=True)
+        # A communicator that graphs hold would be waited for.
+        os._exit(0)
+    about = {
+        "command": " ".join(["python", "bench/gpu/expert_rows.py", *sys.argv[1:]]),
+        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    print(json.dumps({**about, "ranks": args.ranks, "micros_by_rows": run_all(args)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Decodes of many rows by the ranks of one model, on a GPU each: tensor parallel, or data-parallel with shared experts.
+
+    python bench/gpu/rank_load.py --shape deepseek-v2-lite --layout dp-ep --ranks 4 --decode 128x1024 512x8192
+    python bench/gpu/rank_load.py --backend cpu --model compose/models/tiny-deepseek --layout dp-ep --decode 2x16
+
+--decode ROWSxCONTEXT: so many rows for each rank, with prompts of so many tokens of their own. They are computed first
+(prefill_s), then each goes on for --out tokens: its KV is there, or as much as the ranks have room for (cached_tokens).
+--kill RANK: that one is killed (SIGKILL) amid the last of them and started again; longest_gap_s is the longest time
+without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from gpu.mesh import device_steps, free_port, gpu_name, short_line
+from gpu.shapes import SHAPES, write_shape
+from hop_ladder.bulk_stream import BulkStream
+from hop_ladder.processes import Processes
+
+_START_S = 400.0
+_LEAST_ID = 5
+
+
+class Decode(NamedTuple):
+    rows: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Decode:
+        rows, context = text.split("x")
+        return cls(int(rows), int(context))
+
+
+class Ranks:
+    """The workers of one group, by rank, each of which can be started again."""
+
+    def __init__(self, processes: Processes, folder: Path, args: argparse.Namespace) -> None:
+        self._processes, self._args, self._folder = processes, args, folder
+        self._model = args.model or write_shape(args.shape, folder)
+        self.metrics = [f"127.0.0.1:{free_port()}" for _ in range(args.ranks)]
+        self.names = [f"rank-{rank}" for rank in range(args.ranks)]
+
+    async def start(self, rank: int) -> None:
+        (self._folder / f"{self.names[rank]}.address").unlink(missing_ok=True)
+        await self._processes.start(self.names[rank], "worker", self._flags(rank))
+
+    def log(self, rank: int) -> list[dict[str, object]]:
+        text = (self._folder / f"{self.names[rank]}.log").read_text()
+        return [short_line(json.loads(line)) for line in text.splitlines() if line.startswith("{")]
+
+    def num_tokens(self) -> int:
+        """KV tokens of all ranks that have requests of their own."""
+        sized = [line for rank in range(len(self.names)) for line in self.log(rank) if line["event"] == "memory_sized"]
+        pages = [int(str(line["num_pages"])) for line in sized]
+        total = sum(pages) if self._args.layout == "dp-ep" else min(pages, default=0)
+        return total * int(_flags(self._args.worker).get("page_size", "1"))
+
+    def _flags(self, rank: int) -> dict[str, object]:
+        args, is_cuda = self._args, self._args.backend == "cuda"
+        flags: dict[str, object] = {"backend": args.backend, "model": self._model, "metrics_listen": self.metrics[rank]}
+        flags |= {"num_slots": max(decode.rows for decode in args.decode), "log-level": "info"}
+        if is_cuda:
+            flags |= {"load_format": "dummy", "max_tokens_per_step": 8192, "max_total_len": args.max_total_len}
+            flags["cuda_device"] = (args.first_gpu + rank) % max(1, torch.cuda.device_count())
+        else:
+            flags["cpu_threads"] = 1
+        if args.ranks > 1:
+            flags["group_host"] = "127.0.0.1"
+            if args.layout == "tp":
+                # All rows are every rank's.
+                flags |= {
+                    "tp_size": args.ranks,
+                    "tp_rank": rank,
+                    "num_slots": int(str(flags["num_slots"])) * args.ranks,
+                }
+            else:
+                flags |= {"dp_size": args.ranks, "dp_rank": rank, "ep_size": args.ranks, "ep_rank": rank}
+        return {**flags, **_flags(args.worker)}
+
+
+async def measure(args: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with Processes(folder, "unix", start_s=_START_S) as processes:
+            ranks, started = Ranks(processes, folder, args), time.monotonic()
+            await asyncio.gather(*(ranks.start(rank) for rank in range(args.ranks)))
+            start_s = time.monotonic() - started
+            workers = ",".join(processes.address(name) for name in ranks.names)
+            scheduler = {"workers": workers, "chunk_tokens": 8192, "log-level": "info", **_flags(args.scheduler)}
+            await processes.start("scheduler", "scheduler", scheduler)
+            results: dict[str, object] = {}
+            try:
+                for index, decode in enumerate(args.decode):
+                    is_last = index + 1 == len(args.decode)
+                    row = await _run(processes, ranks, decode, args, kill=args.kill if is_last else None)
+                    results[f"{decode.rows}x{decode.context}"] = row
+                    print(json.dumps({str(decode): row}), file=sys.stderr, flush=True)
+            except BaseException:
+                for process in (*ranks.names, "scheduler"):
+                    print(process, (folder / f"{process}.log").read_text()[-2000:], file=sys.stderr)
+                raise
+            kv_tokens = ranks.num_tokens()
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "layout": f"{args.layout} {args.ranks}",
+        "start_s": round(start_s, 2),
+        "kv_tokens": kv_tokens,
+        "decodes": results,
+    }
+
+
+async def _run(
+    processes: Processes, ranks: Ranks, decode: Decode, args: argparse.Namespace, kill: int | None
+) -> dict[str, object]:
+    rng, num_rows = np.random.default_rng(decode.rows * 7919 + decode.context), decode.rows * args.ranks
+    prompts = [rng.integers(_LEAST_ID, args.vocab_size, decode.context).astype(np.int32) for _ in range(num_rows)]
+    salt, temperature = f"{decode.rows}x{decode.context}", 1.0
+    async with BulkStream(processes.address("scheduler"), f"fill-{salt}", salt, temperature=temperature) as stream:
+        started = time.monotonic()
+        await stream.submit(prompts, 1)
+        await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
+        prefill_s = time.monotonic() - started
+    async with BulkStream(processes.address("scheduler"), f"go-{salt}", salt, temperature=temperature) as stream:
+        before = [await device_steps(metrics) for metrics in ranks.metrics]
+        started = time.monotonic()
+        gaps = Gaps(stream)
+        await stream.submit(prompts, args.out)
+        restart = None
+        if kill is not None:
+            await stream.until(num_tokens=num_rows * args.out // 3, timeout_s=args.timeout_s)
+            restart = await _kill(processes, ranks, kill)
+        await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
+        wall = stream.last_token_at - started
+        gaps.end()
+        assert stream.num_tokens == num_rows * args.out, (stream.num_tokens, num_rows * args.out)
+        after = [await device_steps(metrics) for metrics in ranks.metrics]
+    of_ranks = [(busy - old_busy, steps - old) for (busy, steps), (old_busy, old) in zip(after, before, strict=True)]
+    return {
+        "rows": num_rows,
+        "prefill_s": round(prefill_s, 3),
+        "out_tok_s": round(num_rows * args.out / wall, 1),
+        "seconds": round(wall, 3),
+        "first_token_s": round(stream.first_token_at - started, 4),
+        "inter_token_ms": round((wall - (stream.first_token_at - started)) / max(1, args.out - 1) * 1e3, 3),
+        "cached_tokens": stream.cached_tokens,
+        "steps": int(of_ranks[0][1]),
+        **({"device_busy": [round(busy / wall, 4) for busy, _ in of_ranks]} if restart is None else {}),
+        "longest_gap_s": round(gaps.longest_s, 3),
+        **({} if restart is None else {"killed_rank": kill, "rank_back_s": round(restart, 2)}),
+    }
+
+
+class Gaps:
+    """The longest time without a token of a stream, from the first one on."""
+
+    def __init__(self, stream: BulkStream) -> None:
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._follow(stream))
+
+    async def _follow(self, stream: BulkStream) -> None:
+        last, seen = 0.0, 0
+        while True:
+            now = time.monotonic()
+            if stream.num_tokens > seen:
+                self.longest_s = max(self.longest_s, now - last if seen else 0.0)
+                seen, last = stream.num_tokens, now
+            await asyncio.sleep(0.005)
+
+    def end(self) -> None:
+        self._task.cancel()
+
+
+async def _kill(processes: Processes, ranks: Ranks, rank: int) -> float:
+    """Seconds until the rank serves again."""
+    killed = time.monotonic()
+    os.kill(processes.pid(ranks.names[rank]), signal.SIGKILL)
+    await ranks.start(rank)
+    return time.monotonic() - killed
+
+
+def _flags(texts: list[str]) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="deepseek-v2-lite", choices=list(SHAPES))
+    parser.add_argument("--model", type=Path, default=None, help="a folder, instead of a shape with random weights")
+    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--layout", default="tp", choices=("tp", "dp-ep"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--first-gpu", type=int, default=0)
+    parser.add_argument("--decode", nargs="+", type=Decode.parse, default=[Decode(128, 1024)], metavar="ROWSxCONTEXT")
+    parser.add_argument("--out", type=int, default=128)
+    parser.add_argument("--vocab-size", type=int, default=30_000, help="ids of prompts are below it")
+    parser.add_argument("--max-total-len", type=int, default=16_384)
+    parser.add_argument("--kill", type=int, default=None, metavar="RANK")
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the workers")
+    parser.add_argument("--scheduler", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the scheduler")
+    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+
+
+if __name__ == "__main__":
+    main()

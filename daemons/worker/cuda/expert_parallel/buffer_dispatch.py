@@ -1,0 +1,147 @@
+"""Rows to experts by a library's own kernels at low latency; normal forwards go over a wire of collectives.
+
+A library lays out what comes as [experts of this rank, rows of all ranks, D], of which the first rows of each expert
+are there; it multiplies by the picks' weights and adds them where the rows came from. Its kernels may be recorded in
+graphs: nothing depends on how many rows come. Rows are bfloat16.
+
+Legend: T rows of this rank, A picks of a row, P slots of this rank, X rows that one of them has memory for, D hidden
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
+from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.kernels.moe.route import Routes
+
+
+class BufferShape(NamedTuple):
+    """max_rows: of a rank at a time; hidden_size: of a row; slots_per_rank: experts that a rank has memory for."""
+
+    max_rows: int
+    hidden_size: int
+    slots_per_rank: int
+    num_ranks: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots_per_rank * self.num_ranks
+
+
+class LowLatencyBuffer(Protocol):
+    """Registered memory of one generation of a group, and the kernels over it. Two dispatches may be under way."""
+
+    def dispatch(self, x_TD: torch.Tensor, slots_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
+        """bf16 [P, X, D], int32 [P] rows that are there, and what combine() needs. slots: int64 on all ranks."""
+        ...
+
+    def combine(
+        self, results_PXD: torch.Tensor, slots_TA: torch.Tensor, weights_TA: torch.Tensor, handle: object
+    ) -> torch.Tensor:
+        """bf16 [T, D]: weighted sums of the picks of the rows that were dispatched."""
+        ...
+
+    def masked(self) -> torch.Tensor | None:
+        """int32 [ranks] on the device, 1: kernels gave up waiting for that rank. None: they never do."""
+        ...
+
+    def destroy(self) -> None: ...
+
+
+OpenBuffer = Callable[[BufferShape], LowLatencyBuffer]
+"""Connects with the other ranks, who do so too. Raises RankLost."""
+
+
+class _Sent(NamedTuple):
+    """Way back. slots, weights: of this rank's own rows, as they were sent."""
+
+    slots_TA: torch.Tensor
+    weights_TA: torch.Tensor
+    handle: object
+    shape: torch.Size
+
+
+class BufferDispatch(DeviceDispatch):
+    is_captured_anew = True
+
+    def __init__(self, name: str, open_buffer: OpenBuffer, normal: WireDispatch, *, max_room: int) -> None:
+        """normal: carries normal forwards, and those of ranks that are alone. name: of the transport, for errors."""
+        super().__init__(normal.ranks, max_room=max_room)
+        self._name, self._open, self._normal = name, open_buffer, normal
+        self._shape: BufferShape | None = None
+        self._buffer: LowLatencyBuffer | None = None
+
+    @property
+    def kind(self) -> str:
+        return f"{self._name} {self._normal.kind}"
+
+    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
+        if dtype != torch.bfloat16:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"--ep-transport {self._name} carries rows of bfloat16, not {dtype}: set --dtype bfloat16, or choose "
+                "nccl",
+                {"feature": "ep_transport"},
+            )
+        shape = BufferShape(self.max_room, hidden_size, num_slots, self.size)
+        assert self._shape in (None, shape), "layers of one model have as many experts"
+        self._shape = shape
+
+    def form(self) -> None:
+        self._normal.form()
+        assert self._shape is not None, "no layer has experts"
+        self._buffer = self._open(self._shape)
+
+    def leave(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.destroy()
+        self._normal.leave()
+
+    def launched(self, device: Device) -> Callable[[], None]:
+        masked_N = self._buffer.masked() if self._buffer is not None else None
+        if masked_N is None:
+            return self.check
+        # A copy behind the step: asking now would wait for all that was launched.
+        told_N, told = device.fetch(masked_N), device.record_event()
+
+        def check() -> None:
+            self.check()
+            told.wait()
+            if bool(told_N.any()):
+                # The kernels went on without them: whatever the step computed is dropped.
+                raise RankLost(f"rows of ranks {told_N.nonzero().flatten().tolist()} did not come in time")
+
+        return check
+
+    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+        buffer = self._buffer
+        if buffer is None or not self.room:
+            self._normal.room = self.room
+            return self._normal.dispatch(x_TD, routes, num_held)
+        slots_TA = routes.expert_ids_TA.long()
+        x_PXD, counts_P, handle = buffer.dispatch(x_TD.contiguous(), slots_TA)
+        num_slots, num_rows, _ = x_PXD.shape
+        is_there_PX = torch.arange(num_rows, device=x_TD.device) < counts_P[:, None]
+        held_PX = torch.arange(num_slots, device=x_TD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
+        picked_R1 = torch.where(is_there_PX, held_PX, num_held).int().view(-1, 1)
+        own = Routes(picked_R1, is_there_PX.float().view(-1, 1))
+        return Came(x_PXD.flatten(0, 1), own, _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape))
+
+    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        sent = came.route
+        if not isinstance(sent, _Sent):
+            self._normal.combine(came, results_RD, residual_TD)
+            return
+        assert self._buffer is not None
+        results_PXD = results_RD.view(sent.shape)
+        residual_TD += self._buffer.combine(results_PXD, sent.slots_TA, sent.weights_TA, sent.handle)

@@ -1,0 +1,136 @@
+"""The seam between the experts of a layer on a device and what carries rows to the ranks that hold them.
+
+ALONE --form, once the ranks have met--> TOGETHER --a rank is lost, or the group was left--> LOST --form--> TOGETHER
+
+normal: as many rows travel as there are, after the ranks have told each other how many; the host waits for that, and
+such steps are launched kernel by kernel. low latency: every rank has room for the same number of rows of each other
+one, nothing has to be known first, and steps may be captured. Which of the two a step is, and for how many rows, is the
+same on all ranks: the plan's header says it.
+
+Legend: T rows of this rank, A picks of a row, R rows that this rank computes, N ranks, D hidden size, E experts, S
+slots of experts on all ranks, P of them on each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.experts import Experts
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.kernels.moe.route import Routes
+
+
+class Came(NamedTuple):
+    """Rows for the experts of this rank. routes: slots [0, P) of this rank, and P where a pick is not for it, whose
+    weight is then 0: such picks are not computed. route: what the dispatch needs to bring results back."""
+
+    x_RD: torch.Tensor
+    routes: Routes
+    route: object
+
+
+class DeviceDispatch(ABC):
+    """Rows to experts and back on the current stream, by all ranks in the same order. Until `form` a rank is alone:
+    nothing comes from others, so that steps can be warmed up and captured.
+
+    room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
+    may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
+    generation needs graphs of its own.
+    """
+
+    can_capture: bool = True
+    is_captured_anew: bool = False
+
+    def __init__(self, ranks: RankGroup, *, max_room: int) -> None:
+        """ranks: those that share the experts, by which they meet on their hosts. max_room: more rows of a rank than
+        these are a normal forward."""
+        self.ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+        self.max_room = max_room
+        self.room = 0
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Of the transport, and of how much room it has: ranks with another one form no group."""
+
+    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
+        """Told by each layer before the ranks meet: slots of this rank, and of what its rows are."""
+        return
+
+    @abstractmethod
+    def form(self) -> None:
+        """Connects with the others, who do so too; on the thread of the steps, of which none runs.
+
+        Raises CollectiveAborted, or MeshError UNSUPPORTED where these ranks cannot reach each other this way.
+        """
+
+    def leave(self) -> None:
+        """Drops what belongs to one generation of the group: no graph that holds it is left. Default: nothing does."""
+        return
+
+    def check(self) -> None:
+        """Raises CollectiveAborted or RankLost unless the group is whole."""
+        self.ranks.check()
+
+    def launched(self, device: Device) -> Callable[[], None]:
+        """Called behind the launch of a step; the result, once the step is over: it raises as check() unless all ranks
+        computed it. Default: nothing but the loss of a rank ends what waits for it."""
+        return self.check
+
+    @abstractmethod
+    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+        """Sends rows to the ranks of the slots that `routes` name, of num_held slots each; what came here."""
+
+    @abstractmethod
+    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        """Adds what the ranks have made of the rows that dispatch() was given, in the order of the ranks, in place.
+
+        results: the weighted sum over the picks of each row that came, or, where a dispatch says weights are 1, what
+        its expert made of it.
+        """
+
+
+class DispatchedExperts(Experts):
+    """Experts of a layer of which this rank has some: `local`, at its slots."""
+
+    def __init__(
+        self,
+        local: Experts,
+        dispatch: DeviceDispatch,
+        placed: ExpertDispatch,
+        num_experts: int,
+        norm_D: torch.Tensor,
+        gemm: GemmBackend,
+    ) -> None:
+        """placed: which rank holds which experts when weights are loaded. norm_D: of the rows, for their size and
+        dtype."""
+        self._local, self._dispatch, self._gemm = local, dispatch, gemm
+        slots = placed.first_slots(num_experts)
+        self._num_held = slots.per_rank
+        slot_of_E = torch.empty(num_experts, dtype=torch.int32)
+        is_filled_S = slots.experts_S >= 0
+        slot_of_E[slots.experts_S[is_filled_S]] = is_filled_S.nonzero().flatten().int()
+        is_identity = bool((slot_of_E == torch.arange(num_experts)).all())
+        self._slot_of_E = None if is_identity else slot_of_E.to(norm_D.device)
+        dispatch.bind(slots.per_rank, len(norm_D), norm_D.dtype)
+
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        if self._slot_of_E is not None:
+            # Ids are anything while kernels are compiled and not run.
+            ids_P = routes.expert_ids_TA.flatten().clamp(0, len(self._slot_of_E) - 1)
+            ids_TA = self._slot_of_E.index_select(0, ids_P).view_as(routes.expert_ids_TA)
+            routes = Routes(ids_TA, routes.weights_TA)
+        came = self._dispatch.dispatch(x_TD, routes, self._num_held)
+        results_RD = torch.zeros_like(came.x_RD)
+        if len(results_RD):
+            self._local.add_to(results_RD, came.x_RD, came.routes)
+        self._dispatch.combine(came, results_RD, residual_TD)
+        self._gemm.changed()

@@ -1,0 +1,127 @@
+"""Rows to experts over a wire of collectives, each row at most once to each rank.
+
+low latency: every rank gets the rows of all ranks, and computes the picks that are its own: with at least as many picks
+of a row as ranks, hardly a row has nothing to do anywhere. normal: a rank gets the rows that pick one of its experts.
+Either way a rank gives back the weighted sum of a row's picks there, and the sums are added in the order of the ranks.
+
+Legend: T rows of this rank, C of them with padding, A picks of a row, R rows that came, N ranks, D hidden size, B bytes
+of a row with its picks and their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.wire import Wire
+from radixmesh.kernels.moe.route import Routes
+
+_NOBODY = -1
+_PICK_BYTES = 4
+
+
+class _ToAll(NamedTuple):
+    """Way back at low latency: rows of each rank."""
+
+    room: int
+
+
+class _ToSome(NamedTuple):
+    """Way back of a normal forward. rows_by_rank: those that went to each rank. to_ranks, from_ranks: how many."""
+
+    rows_by_rank: Sequence[torch.Tensor]
+    to_ranks: Sequence[int]
+    from_ranks: Sequence[int]
+
+
+class WireDispatch(DeviceDispatch):
+    def __init__(self, wire: Wire, *, max_room: int) -> None:
+        super().__init__(wire.ranks, max_room=max_room)
+        self._wire = wire
+        self.can_capture, self.is_captured_anew = wire.can_capture, wire.is_captured_anew
+        self._is_formed = False
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self._wire).__name__} {self.max_room}"
+
+    def form(self) -> None:
+        self._wire.form()
+        self._is_formed = True
+
+    def leave(self) -> None:
+        self._is_formed = False
+        self._wire.leave()
+
+    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+        return self._to_all(x_TD, routes, num_held) if self.room else self._to_some(x_TD, routes, num_held)
+
+    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+        sum_TD = residual_TD.float()
+        if isinstance(came.route, _ToAll):
+            counts = [came.route.room] * self.size
+            parts_NCD = self._wire.all_to_all(results_RD, counts, counts).view(self.size, came.route.room, -1)
+            for part_CD in parts_NCD:
+                sum_TD += part_CD[: len(sum_TD)]
+        else:
+            route = came.route
+            assert isinstance(route, _ToSome)
+            back_XD, first = self._wire.all_to_all(results_RD, route.from_ranks, route.to_ranks), 0
+            for rows in route.rows_by_rank:
+                # A row is there once at most: the order of additions is that of the ranks.
+                sum_TD[rows] += back_XD[first : first + len(rows)].float()
+                first += len(rows)
+        residual_TD.copy_(sum_TD)
+
+    def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+        num_rows, room = len(x_TD), self.room
+        assert num_rows <= room, f"{num_rows} rows in a forward at low latency with room for {room}"
+        packed_CB = _pack(x_TD, routes, room)
+        came_RB = self._wire.gather(packed_CB).flatten(0, 1)
+        return self._came(came_RB, x_TD, routes, num_held, _ToAll(room))
+
+    def _to_some(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+        ranks_TA = routes.expert_ids_TA // num_held
+        rows_by_rank = [(ranks_TA == rank).any(dim=1).nonzero().flatten() for rank in range(self.size)]
+        if not self._is_formed:
+            # Others would tell how many rows come from them.
+            none = rows_by_rank[self.rank][:0]
+            rows_by_rank = [rows if rank == self.rank else none for rank, rows in enumerate(rows_by_rank)]
+        to_ranks = [len(rows) for rows in rows_by_rank]
+        told_NN = self._wire.gather(torch.tensor(to_ranks, dtype=torch.int32, device=x_TD.device))
+        from_ranks = told_NN[:, self.rank].tolist()
+        packed_XB = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
+        came_RB = self._wire.all_to_all(packed_XB, to_ranks, from_ranks)
+        return self._came(came_RB, x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))
+
+    def _came(
+        self, came_RB: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_held: int, route: _ToAll | _ToSome
+    ) -> Came:
+        pick_bytes = routes.expert_ids_TA.shape[1] * _PICK_BYTES
+        x_bytes = x_TD.shape[1] * x_TD.element_size()
+        slots_RA = _column(came_RB, x_bytes, pick_bytes, torch.int32) - self.rank * num_held
+        weights_RA = _column(came_RB, x_bytes + pick_bytes, pick_bytes, torch.float32)
+        is_own_RA = (slots_RA >= 0) & (slots_RA < num_held)
+        own = Routes(
+            torch.where(is_own_RA, slots_RA, num_held).int(), torch.where(is_own_RA, weights_RA, 0.0).contiguous()
+        )
+        return Came(_column(came_RB, 0, x_bytes, x_TD.dtype), own, route)
+
+
+def _pack(x_TD: torch.Tensor, routes: Routes, num_rows: int) -> torch.Tensor:
+    """uint8 [num_rows, B]: rows beyond those of x pick nobody. One collective carries all of it."""
+    parts = (x_TD.contiguous(), routes.expert_ids_TA.contiguous(), routes.weights_TA.contiguous())
+    packed_TB = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+    if num_rows == len(packed_TB):
+        return packed_TB
+    packed_CB = packed_TB.new_full((num_rows, packed_TB.shape[1]), _NOBODY % 256)
+    packed_CB[: len(packed_TB)] = packed_TB
+    return packed_CB
+
+
+def _column(packed_RB: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A copy: a view as another type needs an aligned beginning."""
+    return packed_RB[:, start : start + size].clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,0 +1,228 @@
+"""Contract of DeviceDispatch: all transports of rows to experts, with their libraries' interfaces on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_dispatch_libraries import FakeDeepEp, FakeNccl, FakeNixlEp
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rank_layout import RankLayout
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
+from radixmesh.daemons.worker.collectives.member import CollectiveMember
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.expert_parallel import deep_ep_buffer, nixl_buffer
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
+from radixmesh.daemons.worker.cuda.expert_parallel.wire import NcclWire
+from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
+from radixmesh.daemons.worker.cuda.experts import PlainExperts
+from radixmesh.daemons.worker.cuda.ops import TorchOps
+from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
+from radixmesh.kernels.moe.route import Routes
+
+T = TypeVar("T")
+TRANSPORTS = ("host", "nccl", "nixl", "deepep")
+MAX_ROOM = 8
+HIDDEN, MLP, PICKS = 16, 8, 3
+
+
+class Ranks:
+    """Ranks as threads that have met over gloo, each with its share of one layer's experts."""
+
+    def __init__(self, transport: str, size: int, num_experts: int) -> None:
+        self.members = [CollectiveMember(RankLayout.of_rank(r, tp_size=1, dp_size=size, ep_size=size), "127.0.0.1")
+                        for r in range(size)]  # fmt: skip
+        self._threads = ThreadPoolExecutor(size)
+        generator = torch.Generator().manual_seed(7)
+        self.w_gate_up = torch.randn(num_experts, 2 * MLP, HIDDEN, generator=generator).bfloat16()
+        self.w_down = torch.randn(num_experts, HIDDEN, MLP, generator=generator).bfloat16()
+        self.dispatches = [self._dispatch(transport, member) for member in self.members]
+        self.experts = [self._experts(rank, num_experts) for rank in range(size)]
+        self.generation = 0
+
+    def _dispatch(self, transport: str, member: CollectiveMember) -> DeviceDispatch:
+        ranks, device = member.expert_group, HostDevice()
+        if transport == "host":
+            return create_device_dispatch("host", ranks, device, max_room=MAX_ROOM)
+        wire = WireDispatch(NcclWire(ranks, device), max_room=MAX_ROOM)
+        if transport == "nccl":
+            return wire
+        create = {
+            "nixl": lambda shape: nixl_buffer.NixlBuffer(FakeNixlEp, ranks, shape, device.torch_device),
+            "deepep": lambda shape: deep_ep_buffer.DeepEpBuffer(FakeDeepEp, ranks, shape, device.torch_device),
+        }[transport]
+        return BufferDispatch(transport, create, wire, max_room=MAX_ROOM)
+
+    def _experts(self, rank: int, num_experts: int) -> DispatchedExperts:
+        placed = self.members[rank].experts
+        assert isinstance(placed, AllToAllDispatch)
+        share, ops = placed.share(num_experts), TorchOps()
+        held = placed.slots_per_rank(num_experts)
+        gate_up = torch.full((held, 2 * MLP, HIDDEN), float("nan")).bfloat16()
+        down = torch.full((held, HIDDEN, MLP), float("nan")).bfloat16()
+        gate_up[: share.size], down[: share.size] = (w[share.start : share.stop] for w in (self.w_gate_up, self.w_down))
+        norm = torch.ones(HIDDEN).bfloat16()
+        return DispatchedExperts(
+            PlainExperts(ops, gate_up, down), self.dispatches[rank], placed, num_experts, norm, ops.gemm
+        )
+
+    def on_all(self, call: Callable[[int], T]) -> list[T]:
+        return list(self._threads.map(call, range(len(self.members))))
+
+    def form(self) -> None:
+        self.generation += 1
+        names = [f"rank-{member.layout.rank}" for member in self.members]
+
+        def meet(rank: int) -> None:
+            self.members[rank].form(self.generation, self.members[0].rendezvous, names)
+            self.dispatches[rank].leave()
+            self.dispatches[rank].form()
+
+        self.on_all(meet)
+
+    def run(self, inputs: list[tuple[torch.Tensor, Routes]], room: int) -> list[torch.Tensor]:
+        def one(rank: int) -> torch.Tensor:
+            self.dispatches[rank].room = room
+            x, routes = inputs[rank]
+            residual = x * 0.5
+            self.experts[rank].add_to(residual, x, routes)
+            self.dispatches[rank].launched(HostDevice())()
+            return residual
+
+        return self.on_all(one)
+
+    def expected(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
+        return routed_experts_reference(x, routes, self.w_gate_up, self.w_down, x * 0.5)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.abort()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    made: list[Ranks] = []
+
+    def create(transport: str, size: int = 2, num_experts: int = 6, *, is_formed: bool = True) -> Ranks:
+        made.append(Ranks(transport, size, num_experts))
+        if is_formed:
+            made[-1].form()
+        return made[-1]
+
+    yield create
+    for ranks in made:
+        ranks.close()
+
+
+def rows_of(num: int, num_experts: int, seed: int) -> tuple[torch.Tensor, Routes]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, HIDDEN, generator=generator).bfloat16()
+    ids = torch.rand(num, num_experts, generator=generator).argsort(dim=1)[:, :PICKS].int().contiguous()
+    return x, Routes(ids, torch.rand(num, PICKS, generator=generator))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("size", "num_experts"), [(2, 6), (3, 7)])
+def test_results_are_those_of_one_rank(transport: str, size: int, num_experts: int, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    """In both modes, with as many rows as there is room for, fewer, and none. 7 experts on 3 ranks: a slot is empty."""
+    ranks = ranks_of(transport, size, num_experts)
+    for counts in ([MAX_ROOM, 3, 0], [1, 0, 5], [0, 0, 0]):
+        inputs = [rows_of(counts[rank], num_experts, seed=10 + rank) for rank in range(size)]
+        for room in (MAX_ROOM, 0):
+            for rank, got in enumerate(ranks.run(inputs, room)):
+                torch.testing.assert_close(got, ranks.expected(*inputs[rank]), rtol=0.03, atol=0.2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("room", [MAX_ROOM, 0])
+def test_a_row_depends_on_itself_alone(transport: str, room: int, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    ranks = ranks_of(transport)
+    x, routes = rows_of(4, 6, seed=1)
+    alone = ranks.run([(x[:1], Routes(*(each[:1] for each in routes))), rows_of(0, 6, seed=2)], room)[0]
+    among = ranks.run([(x, routes), rows_of(7, 6, seed=3)], room)[0]
+    assert torch.equal(alone[0], among[0])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_are_alone_warm_up_and_meet_again(transport: str, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    """Before there is a group a step has the shapes that it will have; generations leave nothing to each other."""
+    ranks = ranks_of(transport, is_formed=False)
+    inputs = [rows_of(3, 6, seed=4), rows_of(2, 6, seed=5)]
+    for rank in range(2):
+        for room in (MAX_ROOM, 0):
+            ranks.dispatches[rank].room = room
+            residual = inputs[rank][0] * 0.5
+            ranks.experts[rank].add_to(residual, *inputs[rank])
+            assert residual.shape == inputs[rank][0].shape and bool(residual.isfinite().all())
+    for _ in range(2):
+        ranks.form()
+        for rank, got in enumerate(ranks.run(inputs, MAX_ROOM)):
+            torch.testing.assert_close(got, ranks.expected(*inputs[rank]), rtol=0.03, atol=0.2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_rank_is_told(transport: str, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    ranks = ranks_of(transport)
+    inputs = [rows_of(3, 6, seed=4), rows_of(2, 6, seed=5)]
+    ranks.run(inputs, MAX_ROOM)
+    told = ranks.dispatches[0].launched(HostDevice())
+    told()
+    ranks.members[0].abort()
+    with pytest.raises(CollectiveAborted):
+        ranks.dispatches[0].check()
+    with pytest.raises(CollectiveAborted):
+        told()
+
+
+@pytest.mark.parametrize(("transport", "library"), [("nixl", FakeNixlEp), ("deepep", FakeDeepEp)])
+def test_a_step_that_a_kernel_computed_without_a_rank_is_dropped(transport: str, library: type, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    ranks = ranks_of(transport)
+    before = len(library.Buffer.opened)  # type: ignore[attr-defined]
+    inputs = [rows_of(3, 6, seed=4), rows_of(2, 6, seed=5)]
+    ranks.run(inputs, MAX_ROOM)
+    own = [buffer for buffer in library.Buffer.opened[before - 2 : before] if buffer.rank == 0]  # type: ignore[attr-defined]
+    assert own[0].num_dispatched == 1, "rows at low latency go through the library"
+    ranks.run(inputs, 0)
+    assert own[0].num_dispatched == 1, "and those of normal forwards do not"
+    own[0].masked.add(1)
+    with pytest.raises(RankLost, match=r"ranks \[1\] did not come in time"):
+        ranks.dispatches[0].launched(HostDevice())()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "deepep"])
+def test_rows_of_other_types_are_refused(transport: str, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    ranks = ranks_of(transport, is_formed=False)
+    with pytest.raises(MeshError, match="carries rows of bfloat16") as refused:
+        ranks.dispatches[0].bind(3, HIDDEN, torch.float16)
+    assert refused.value.reason == ErrorReason.ERROR_REASON_UNSUPPORTED
+
+
+@pytest.mark.parametrize("load", [nixl_buffer.import_nixl, deep_ep_buffer.import_deep_ep])
+def test_a_library_that_is_not_there_is_named(load: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"libcudart.so.13 of {name} is not there")
+
+    monkeypatch.setattr(nixl_buffer.importlib, "import_module", missing)
+    with pytest.raises(MeshError, match=r"pip install .*libcudart.so.13.*: choose nccl") as refused:
+        load()
+    assert refused.value.reason == ErrorReason.ERROR_REASON_UNSUPPORTED
+
+
+@pytest.mark.parametrize(("name", "reason"), [("pigeon", "INVALID_ARGUMENT"), ("nccl", "UNSUPPORTED")])
+def test_transports_that_a_device_does_not_have_are_refused(name: str, reason: str) -> None:
+    member = CollectiveMember(RankLayout(dp_size=2, ep_size=2), "127.0.0.1")
+    with pytest.raises(MeshError) as refused:
+        create_device_dispatch(name, member.expert_group, HostDevice(), max_room=1)
+    assert refused.value.reason == ErrorReason.Value(f"ERROR_REASON_{reason}")

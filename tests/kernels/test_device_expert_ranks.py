@@ -1,0 +1,152 @@
+"""A model whose experts are shared by ranks of a device backend: logits are those of one rank, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.device_settings import TINY_SETTINGS
+from support.llama_folders import random_llama
+from support.model_folders import random_model
+from support.thread_group import ThreadGroup
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import DispatchMode
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.runner import Segment
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of GPUs are processes: tests/gpu")
+
+_MODELS = Path(__file__).parents[2] / "compose" / "models"
+_IDS = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
+_PAGES = np.array([3, 1], np.int32)
+_SETTINGS = replace(TINY_SETTINGS, page_size=4, num_pages=8, num_slots=8, max_tokens_per_step=16, max_total_len=16)
+
+
+@pytest.fixture
+def group_of() -> Iterator[Callable[[int], ThreadGroup]]:
+    groups: list[ThreadGroup] = []
+
+    def create(size: int) -> ThreadGroup:
+        groups.append(ThreadGroup(size))
+        return groups[-1]
+
+    yield create
+    for group in groups:
+        group.close()
+
+
+def _runner(folder: Path, experts: AllToAllDispatch | None = None, **changes: object) -> DeviceRunner:
+    settings, device = replace(_SETTINGS, **changes), HostDevice()  # type: ignore[arg-type]
+    shared = create_shared_out(settings, experts, device)
+    return load_device_runner(folder, settings, device, experts=shared)
+
+
+def _logits(runner: DeviceRunner, shift: int = 0) -> np.ndarray:
+    """Of all ids: some rows at once in a normal forward, then one by one at low latency."""
+    parts = []
+    for first, end in ((0, 5), (5, 6), (6, 7)):
+        mode = DispatchMode.LOW_LATENCY if first else DispatchMode.NORMAL
+        runner.set_dispatch_mode(mode, end - first)
+        segment = Segment(slot=1, ids=_IDS[first:end] - shift, start=first, pages=_PAGES)
+        parts.append(runner.logits([segment])[0])
+    return np.concatenate(parts)
+
+
+def _folder(name: str, tmp_path: Path) -> Path:
+    if (_MODELS / name).is_dir():
+        return _MODELS / name
+    random_model(name).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "size"), [("mixtral", 2), ("qwen3_moe", 3), ("tiny-deepseek", 4)])
+def test_logits_are_those_of_one_rank(
+    name: str, size: int, tmp_path: Path, group_of: Callable[[int], ThreadGroup]
+) -> None:
+    """Each rank has a prompt of its own: what others compute for it is what it would have computed."""
+    folder = _folder(name, tmp_path)
+    alone = _runner(folder)
+    want = [_logits(alone, shift) for shift in range(size)]
+    ranks = group_of(size)
+
+    def on_rank(rank: int) -> np.ndarray:
+        runner = _runner(folder, AllToAllDispatch(ranks.groups[rank]))
+        runner.formed()
+        return _logits(runner, shift=rank)
+
+    for rank, got in enumerate(ranks.run(on_rank)):
+        np.testing.assert_allclose(got, want[rank], rtol=0, atol=2e-5 * float(np.abs(want[rank]).max()))
+
+
+def test_fp8_experts_are_quantised_where_they_are(tmp_path: Path, group_of: Callable[[int], ThreadGroup]) -> None:
+    folder = _MODELS / "tiny-deepseek"
+    want = _logits(_runner(folder, quantization="fp8-block"))
+    ranks = group_of(2)
+
+    def on_rank(rank: int) -> np.ndarray:
+        runner = _runner(folder, AllToAllDispatch(ranks.groups[rank]), quantization="fp8-block")
+        runner.formed()
+        return _logits(runner)
+
+    for got in ranks.run(on_rank):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * float(np.abs(want).max()))
+
+
+def test_ranks_with_other_transports_or_rooms_do_not_compute_together(group_of: Callable[[int], ThreadGroup]) -> None:
+    ranks, folder = group_of(2), _MODELS / "tiny-deepseek"
+    runners = [_runner(folder, AllToAllDispatch(ranks.groups[rank]), num_slots=2 + rank) for rank in range(2)]
+    with pytest.raises(CollectiveAborted, match="give all of them the same --num-slots"):
+        ranks.run(lambda rank: runners[rank].formed())
+
+
+def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callable[[int], ThreadGroup]) -> None:
+    runner = _runner(_MODELS / "tiny-deepseek", AllToAllDispatch(group_of(2).groups[0]))
+    assert runner._experts is not None
+    rooms = []
+    for mode, most in (
+        (DispatchMode.LOW_LATENCY, 8),
+        (DispatchMode.LOW_LATENCY, 9),
+        (DispatchMode.NORMAL, 3),
+        (DispatchMode.UNSPECIFIED, 3),
+    ):
+        runner.set_dispatch_mode(mode, most)
+        rooms.append(runner._experts.room)
+    assert rooms == [8, 0, 0, 0]
+
+
+def test_models_without_experts_to_share_are_refused(tmp_path: Path, group_of: Callable[[int], ThreadGroup]) -> None:
+    experts = AllToAllDispatch(group_of(2).groups[0])
+    random_llama("biases").save_pretrained(tmp_path)
+    with pytest.raises(MeshError, match="for a model of 0 routed experts") as refused:
+        _runner(tmp_path, experts)
+    assert refused.value.reason == ErrorReason.ERROR_REASON_INVALID_ARGUMENT
+    with pytest.raises(MeshError, match="not divided among ranks"):
+        _runner(tmp_path, experts, model_impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp_size": 2, "ep_size": 2}, "shared by data-parallel ranks"),
+        ({"dp_size": 2, "ep_size": 2, "deterministic": True}, "is for --backend cpu"),
+        ({"dp_size": 2, "ep_size": 2, "two_batch_min_rows": 8}, "neither cut steps in two"),
+        ({"dp_size": 2, "ep_size": 2, "ep_redundant_experts": 2}, "neither cut steps in two"),
+        ({"dp_size": 2, "ep_size": 2, "ep_transport": "pigeon"}, "must be one of auto, nccl, nixl, deepep, host"),
+        ({"backend": Backend.CPU, "dp_size": 2, "ep_size": 2, "ep_transport": "nccl"}, "is for --backend cuda"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        WorkerSettings(model=_MODELS / "tiny-deepseek", **{"backend": Backend.CUDA, **changes})  # type: ignore[arg-type]
+    WorkerSettings(model=_MODELS / "tiny-deepseek", backend=Backend.CUDA, dp_size=2, ep_size=2, ep_transport="nixl")
