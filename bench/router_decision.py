@@ -29,6 +29,7 @@ from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.router.served_identity import ServedIdentity
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 _PROMPT = 2048
 _GROUP = 16
@@ -57,12 +58,14 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
     )
     for row in rows:
         placement.restart(row, kv_tokens=1 << 19)
-        placement.take_load(row, load)
+        # Of two speeds: where all are equal they cost nothing.
+        placement.take_load(row, replace(load, token_us=100.0 * (1 + row % 2)))
         # Each replica holds some of the prompts, up to some length.
         for node, index in enumerate(random.choice(64, 8, replace=False)):
             length = int(random.integers(64, num_tokens))
             insert = Insert(node=node + 1, parent=0, ids=prompts[index][: 4 * length], namespace="", weights_version=0)
             placement.apply(row, CacheChange(revision=node + 1, inserts=[insert]))
+    placement.replicas.compare_speeds()
     taken: list[float] = []
     sent: list[float] = []
     table, output = LinkTable(placement.replicas), _output(num_tokens)
@@ -81,7 +84,7 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
         sent.append(time.perf_counter() - chosen)
         if number % 64 == 63:
             for row in rows:
-                placement.take_load(row, replace(load, submit_sequence=number + 1))
+                placement.take_load(row, replace(load, submit_sequence=number + 1, token_us=100.0 * (1 + row % 2)))
     ordered = sorted(taken)
     return {
         "median": round(statistics.median(ordered) * 1e6, 1),
@@ -91,6 +94,7 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
     }
 
 
+_NO_ROLE = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
 _IDENTITY = ServedIdentity(name="model", model_fingerprint="f", vocab_size=128_000, max_total_len=131_072)
 
 
@@ -102,9 +106,18 @@ class _Link(SimpleNamespace):
 
 def _link(address: str) -> SchedulerLink:
     link = _Link(
-        address=address, identity=_IDENTITY, adapters=(), health=LinkHealth(), is_connected=True, takes_submits=True,
-        is_group_serving=True, max_request_len=131_072, max_total_len=131_072, serves=lambda model, identity: True,
-    )  # fmt: skip
+        address=address,
+        identity=_IDENTITY,
+        adapters=(),
+        health=LinkHealth(),
+        role=_NO_ROLE,
+        is_connected=True,
+        takes_submits=True,
+        is_group_serving=True,
+        max_request_len=131_072,
+        max_total_len=131_072,
+        serves=lambda model, identity: True,
+    )
     return cast("SchedulerLink", link)
 
 

@@ -149,6 +149,8 @@ class Router:
         self._metrics.journal_bytes.set(self._journal.num_bytes)
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
         self._metrics.router_queue_bytes.set(self.schedulers.waiting.num_bytes)
+        self._metrics.router_credits.set(self.schedulers.placement.num_credits)
+        self._metrics.router_imbalance.set(self.schedulers.placement.imbalance)
         self._metrics.requests_running.set(len(self._journal))
 
     def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool = False) -> RequestStream:

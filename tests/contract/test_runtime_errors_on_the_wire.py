@@ -177,7 +177,9 @@ async def test_a_handler_is_closed_at_once_when_its_client_vanishes() -> None:
         async with open_channel(bench.address) as channel:
             call = DetokenizerServiceStub(channel).Detokenize()
             await call.write(frame(-3))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while not bench.detokenizer.num_open:
+                    await asyncio.sleep(0.01)
             assert bench.detokenizer.num_closed == 0
         await asyncio.wait_for(bench.detokenizer.closed.wait(), 60)
         assert isinstance(bench.detokenizer.errors[0], asyncio.CancelledError)

@@ -78,7 +78,7 @@ class StreamLoad:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def finish(self, timeout_s: float = 60.0) -> None:
+    async def finish(self, timeout_s: float = 180.0) -> None:
         """Lets every stream finish the job it is at."""
         self._is_ending = True
         _, late = await asyncio.wait(self._tasks, timeout=timeout_s)

@@ -155,3 +155,25 @@ def test_a_cost_that_is_none_is_not_believed() -> None:
     for told, taken in ((0.5, 0.5), (float("nan"), 1.0), (-3.0, 1.0), (1e30, 1.0)):
         link.load, link._page_size = scheduler_pb2.Load(host_load_cost=told), 1
         assert link.replica_load().host_load_cost == taken
+
+
+def test_stock_is_taken_of_what_waits_and_of_what_no_load_includes() -> None:
+    placed = LinkPlacement(Placement(make_policy("least_load")))
+    links = [Link("a:1"), Link("b:1")]
+    placed.tick(10.0)
+    assert (placed.imbalance, placed.num_credits) == (0.0, 0), "of no scheduler at all"
+    for link in links:
+        placed.add(link)  # type: ignore[arg-type]
+        placed.on_load(link)  # type: ignore[arg-type]
+    output = output_of(bytes(400))
+    for sequence in (1, 2, 3):
+        links[0].last_sequence = sequence
+        placed.take_sent(links[0], placed.choose(output, placed.table.rows(links[:1])))  # type: ignore[arg-type]
+    placed.tick(20.0)
+    assert (placed.imbalance, placed.num_credits) == (2.0, 3)
+    for sequence in (1, 2, 3):
+        placed.on_left(links[0], sequence)  # type: ignore[arg-type]
+    placed.tick(20.5)
+    assert placed.num_credits == 3, "a second has not passed"
+    placed.tick(30.0)
+    assert (placed.imbalance, placed.num_credits) == (0.0, 0)

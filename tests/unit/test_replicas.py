@@ -107,12 +107,27 @@ def test_credits_never_leak(steps: list[tuple[str, int]]) -> None:
                 replicas.take_left(row, number)
             case _:
                 replicas.take_load(row, load(min(number, sent)))
-        assert min(figures(replicas, row)) >= 0
+        assert min(figures(replicas, row)) >= 0 and 0 <= replicas.num_credits(row) <= replicas.num_own[row]
     for sequence in range(1, sent + 1):
         replicas.take_left(row, sequence)
-    assert replicas.num_own[row] == 0
+    assert replicas.num_own[row] == 0 and replicas.num_credits(row) == 0
     replicas.take_load(row, load(sent))
     assert figures(replicas, row) == (0, 0)
+
+
+def test_an_output_is_a_credit_until_a_load_includes_it() -> None:
+    replicas = Replicas()
+    row = replicas.add("a")
+    for sequence in (1, 2, 3):
+        replicas.take_sent(row, sequence, 100, 100)
+    assert replicas.num_credits(row) == 3
+    replicas.take_load(row, load(2, running=2))
+    assert replicas.num_credits(row) == 1
+    replicas.take_left(row, 3)
+    assert replicas.num_credits(row) == 0
+    replicas.restart(row)
+    replicas.take_sent(row, 1, 100, 100)
+    assert replicas.num_credits(row) == 1, "sequences begin anew with each stream"
 
 
 def test_replicas_about_as_fast_count_as_equal_and_an_unknown_one_as_one_in_the_middle() -> None:

@@ -119,6 +119,26 @@ def tokens(output: Output, ids: list[int]) -> scheduler_pb2.TokenBatch:
     )
 
 
+async def test_a_group_that_is_lost_under_outputs_counts_as_a_failure_and_starts_slowly() -> None:
+    lost, serving = (
+        Frame(load=scheduler_pb2.Load(group=group))
+        for group in (scheduler_pb2.GROUP_STATE_CONNECTING, scheduler_pb2.GROUP_STATE_SERVING)
+    )
+    async with talk() as made:
+        await made.hear(serving)
+        assert made.link.health.state == "sound", "its first start is none that follows a loss"
+        await made.hear(lost)
+        await made.hear(serving)
+        assert made.link.health.state == "slow start"
+        assert not made.link.health.failed() and not made.link.health.failed(), "without outputs nothing was lost"
+    async with talk() as made:
+        made.output()
+        for _ in range(3):
+            await made.hear(serving)
+            await made.hear(lost)
+        assert made.link.health.is_passed_over
+
+
 async def test_a_speed_that_is_no_number_counts_as_not_known() -> None:
     async with talk() as made:
         for token_us, taken in ((12.5, 12.5), (float("nan"), 0.0), (float("inf"), 0.0), (-3.0, 0.0)):

@@ -193,14 +193,36 @@ def test_virtual_steps_follow_each_other_or_wait_for_their_plan():
     assert clock.now_ns() == 550
 
 
-def test_real_steps_take_their_time_and_queue_up_without_a_gap():
-    clock = RealClock()
-    start = time.monotonic_ns()
-    first = clock.run(20_000_000, start)
-    second = clock.run(20_000_000, start)
-    assert first == (start, start + 20_000_000)
-    assert second[0] == first[1]
-    assert time.monotonic_ns() - start >= 40_000_000
+class HandTime:
+    """Stands for `time`: it passes when somebody sleeps, or the test says so."""
+
+    def __init__(self):
+        self.ns = 5_000_000_000
+
+    def monotonic_ns(self):
+        return self.ns
+
+    def sleep(self, seconds):
+        self.ns += round(seconds * 1e9)
+
+
+def test_real_steps_take_their_time_and_queue_up_without_a_gap(monkeypatch):
+    hand = HandTime()
+    monkeypatch.setattr("radixmesh.daemons.worker.simulated.clock.time", hand)
+    clock, start, ms = RealClock(), hand.ns, 1_000_000
+    assert clock.run(20 * ms, start) == (start, start + 20 * ms)
+    hand.ns += 5 * ms  # The host is slow, and yet there is no gap.
+    assert clock.run(20 * ms, start) == (start + 20 * ms, start + 40 * ms)
+    assert hand.ns == start + 40 * ms
+    # A step that would be over by now ends now.
+    hand.ns += 30 * ms
+    assert clock.run(20 * ms, start) == (hand.ns - 20 * ms, hand.ns)
+
+
+def test_a_real_step_takes_its_time():
+    began = time.monotonic_ns()
+    RealClock().run(20_000_000, began)
+    assert time.monotonic_ns() - began >= 20_000_000
 
 
 def test_eos_comes_at_its_rate_and_special_ids_never():

@@ -51,7 +51,7 @@ class LinkHealth:
         return "slow start" if self.share < 1.0 else "sound"
 
     def failed(self) -> bool:
-        """Outputs were lost there, or one failed by its fault; True if it is passed over from now on."""
+        """Outputs lost it or its worker group, or one failed by its fault; True if it is passed over from now on."""
         now = self._clock()
         self._failures.append(now)
         if len(self._failures) < _TRIP_FAILURES or now - self._failures[0] > _TRIP_S:
@@ -64,7 +64,7 @@ class LinkHealth:
         return True
 
     def came_back(self) -> None:
-        """It was lost and is connected again."""
+        """It was lost and is connected again, or its worker group was and serves again."""
         self.slow_since = max(self._clock(), self.passed_until)
 
 

@@ -68,6 +68,10 @@ class LinkPlacement:
         self._on_decision = on_decision
         self._rows: dict[SchedulerLink, _Row] = {}
         self._ticked = 0.0
+        self.num_credits = 0
+        """Outputs sent to schedulers whose loads do not include them yet; like imbalance of the last tick()."""
+        self.imbalance = 0.0
+        """Tokens that wait for prefill at the scheduler that has most of them, to the mean of all; 0 = none wait."""
 
     def add(self, link: SchedulerLink) -> None:
         """A new link; its cache is followed from now on."""
@@ -197,6 +201,14 @@ class LinkPlacement:
         if now - self._ticked > _TICK_S:
             self._ticked = now
             self._placement.tick()
+            self._take_stock()
+
+    def _take_stock(self) -> None:
+        table, rows = self._placement.replicas, [row.number for row in self._rows.values()]
+        queued = table.queued_tokens[rows]
+        total = int(queued.sum())
+        self.imbalance = float(queued.max()) * len(rows) / total if total > 0 else 0.0
+        self.num_credits = sum(map(table.num_credits, rows))
 
 
 def _surplus_of(output: Output) -> float:

@@ -66,6 +66,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._prefills: dict[int, RemotePrompt] = {}
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
+        self._has_served = False
         self._sequence = 0
         self._last_handle = 0
         self._last_abort_id = 0
@@ -274,6 +275,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._frames.can_share = version >= SHARING_VERSION
         if frame.HasField("load"):
             self.load = frame.load
+        self._has_served |= self.load.group == scheduler_pb2.GROUP_STATE_SERVING
         return frame.hello.hello.instance_id
 
     def _on_connected(self) -> None:
@@ -340,6 +342,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 answer.set_result(aborted.outcome)
         if frame.HasField("load"):
             has_changed = _state_of(self.load) != _state_of(frame.load)
+            self._note_group(frame.load.group)
             self.load = frame.load
             if frame.load.HasField("role"):
                 self.role = frame.load.role
@@ -348,6 +351,17 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if has_changed:
                 self.group_since = self._clock()
                 self._events.on_scheduler_changed(self)
+
+    def _note_group(self, group: scheduler_pb2.GroupState) -> None:
+        """The worker group's next state, before it is taken: a loss counts as the scheduler's own, and so does what
+        follows it."""
+        serving = scheduler_pb2.GROUP_STATE_SERVING
+        if self.load.group == serving and group == scheduler_pb2.GROUP_STATE_CONNECTING and self._running:
+            self._note_failure()
+        if self._has_served and self.load.group != serving and group == serving:
+            # Its workers may be new: their KV is empty, and nothing has been compiled.
+            self.health.came_back()
+        self._has_served |= group == serving
 
     def _take_tokens(self, batch: scheduler_pb2.TokenBatch) -> None:
         assert self.identity is not None

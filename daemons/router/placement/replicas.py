@@ -50,7 +50,10 @@ class _Others:
 
 @dataclass(slots=True)
 class _Replica:
+    """last_included: the last submit that a load has included."""
+
     sent: dict[int, _Sent] = field(default_factory=dict)
+    last_included: int = 0
     others: _Others = field(default_factory=_Others)
 
 
@@ -113,6 +116,7 @@ class Replicas:
     def take_load(self, row: int, load: ReplicaLoad) -> None:
         """The scheduler's figures. Its waiting_tokens are of whole prompts, cached or not."""
         replica = self._replicas[row]
+        replica.last_included = load.submit_sequence
         included = [sent for sequence, sent in replica.sent.items() if sequence <= load.submit_sequence]
         own_tokens = sum(sent.num_tokens for sent in included)
         replica.others.outputs = max(0, load.num_running + load.num_waiting - len(included))
@@ -144,6 +148,11 @@ class Replicas:
             self.num_outputs[row] -= 1
             self.num_own[row] -= 1
             self.queued_tokens[row] -= sent.uncached
+
+    def num_credits(self, row: int) -> int:
+        """Own outputs there that no load has included yet."""
+        replica = self._replicas[row]
+        return sum(sequence > replica.last_included for sequence in replica.sent)
 
     def compare_speeds(self) -> None:
         """Call every second or so: what slowness() says follows the loads since the last call.

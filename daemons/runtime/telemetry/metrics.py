@@ -167,6 +167,14 @@ class Metrics:
         self.router_queue_bytes = make.gauge(
             "radixmesh_router_queue_bytes", "router", "Bytes of the requests that wait for a scheduler."
         )
+        self.router_credits = make.gauge(
+            "radixmesh_router_credits", "router", "Outputs sent to schedulers whose loads do not include them yet."
+        )
+        self.router_imbalance = make.gauge(
+            "radixmesh_router_imbalance",
+            "router",
+            "Tokens that wait for prefill at the scheduler with most of them, to the mean; 0 = none wait.",
+        )
         self.router_queue_refused = make.counter(
             "radixmesh_router_queue_refused_total",
             "router",
