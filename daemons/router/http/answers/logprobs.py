@@ -5,8 +5,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+import msgspec
+
 from radixmesh.daemons.router.http.answers.collected import LogprobRun
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.bodies.json_text import dump
 
 # JSON has no -inf; OpenAI writes this.
 _LEAST = -9999.0
@@ -20,6 +23,20 @@ def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dic
         entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(index)]
         content.append(entry)
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> msgspec.Raw:
+    """vLLM's form: for each token of a prompt, by id, its own logprob and the likeliest ones; null for the first, which
+    nothing predicts. rank: null for a token that is none of those. JSON, written once for all choices."""
+    told: list[dict[str, dict[str, object]] | None] = [None]
+    for index, token in enumerate(ids[1:]):
+        entries = {
+            str(other): _ranked(other, value, rank, table) for rank, (other, value) in enumerate(run.top(index), 1)
+        }
+        if str(token) not in entries:
+            entries[str(token)] = _ranked(token, run.values[index], None, table)
+        told.append(entries)
+    return msgspec.Raw(dump(told))
 
 
 class CompletionLogprobs:
@@ -63,6 +80,10 @@ class CompletionLogprobs:
         if not (self._skips_special and self._table.is_special(token)):
             self._offset += len(self._decoder.decode(self._table.data(token)))
         return offset
+
+
+def _ranked(token: int, value: float, rank: int | None, table: TokenTable) -> dict[str, object]:
+    return {"logprob": max(value, _LEAST), "rank": rank, "decoded_token": table.spelling(token)}
 
 
 def _entry(token: int, value: float, table: TokenTable) -> dict[str, object]:
