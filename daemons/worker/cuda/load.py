@@ -303,10 +303,18 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
-        + network_work_bytes(loaded.network, settings, limits.max_total_len),
+        + network_work_bytes(loaded.network, settings, limits.max_total_len)
+        + _dispatch_bytes(loaded),
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)
+
+
+def _dispatch_bytes(loaded: ModelOnDevice) -> int:
+    shared, model = loaded.experts, loaded.model
+    if shared is None:
+        return 0
+    return shared.dispatch.buffer_bytes(shared.placed.slots_per_rank(model.num_experts), model.hidden_size)
 
 
 def _check_rows(settings: DeviceSettings) -> None:
