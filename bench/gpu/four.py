@@ -130,7 +130,7 @@ def _elsewhere(args: argparse.Namespace) -> list[Part]:
     if not args.dry:
         why = "the cuda backend does not do it yet"
         return [Part(name=name, skip=why) for name in ("two-batch overlap", "EPLB on a skewed router")]
-    folder = ("--backend", "cpu", "--model", _MODELS / "tiny-deepseek", "--layout", "dp-ep", "--ranks", 2)
+    folder = (*_shape(args, "", "tiny-deepseek"), "--layout", "dp-ep", "--ranks", 2)
     decodes = _decodes(args, [], "")
     return [
         Part(

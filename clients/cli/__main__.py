@@ -17,6 +17,7 @@ _VERBS = {
     "move": "let running outputs go on at another scheduler",
     "replica": "add a scheduler to running routers, or remove one",
     "role": "let a running scheduler take another part in disaggregated prefill and decode",
+    "transfers": "show the KV transfers of a worker, and free staging of a writer that is gone",
     "roll": "replace the daemons of a running cluster one by one, while it serves",
     "health": "ask one daemon whether it serves; for health checks",
     "completion": "print the completion of a shell: bash, zsh or fish",

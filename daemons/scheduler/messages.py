@@ -12,6 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import MAX_HEADS, WHOLE_KV, KvShare
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
@@ -161,7 +162,18 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         kv_dtype=caps.kv_dtype,
         kv_layout=caps.kv_layout,
         has_transfers=caps.HasField("transfer_kv"),
+        kv_shares=(kv_share_of(caps.transfer_kv),) if caps.HasField("transfer_kv") else (),
     )
+
+
+def kv_share_of(kv: worker_pb2.KvFormat) -> KvShare:
+    """The heads of a rank. Raises INVALID_ARGUMENT for what is none."""
+    if not kv.num_heads:
+        return WHOLE_KV
+    if not kv.first_head < kv.end_head <= kv.num_heads <= MAX_HEADS:
+        message = f"the worker's KV heads are [{kv.first_head}, {kv.end_head}) of {kv.num_heads}"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_kv"})
+    return KvShare(kv.first_head, kv.end_head, kv.num_heads)
 
 
 def snapshot_of(

@@ -96,7 +96,12 @@ class WorkerDaemon(Daemon):
         if not self._settings.transfer_staging_bytes:
             return None
         hold = None if self._holds is None else partial(self._holds.wait, FaultKind.WRITING)
-        return make_transport(self._settings.transfer_transport, self._settings.tls, before_last_word=hold)
+        return make_transport(
+            self._settings.transfer_transport,
+            self._settings.tls,
+            staging_bytes=self._settings.transfer_staging_bytes,
+            before_last_word=hold,
+        )
 
     def _service(self) -> WorkerService:
         faults, holds = self._faults, self._holds

@@ -68,7 +68,8 @@ class WorkerSettings(CommonSettings):
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
     transfer_transport: TransferTransport = setting(TransferTransport.SHARED_MEMORY, "what carries that KV: "
-        "shared_memory (between workers of one host, over gRPC to others) or grpc")  # fmt: skip
+        "shared_memory (between workers of one host), nixl (between workers that have it), each over gRPC to any "
+        "other, or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
     host_kv_segment: Path | None = setting(None, "file for that memory, in /dev/shm for instance, which a worker that "

@@ -14,9 +14,10 @@ import torch
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS
-from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
 _log = get_logger(__name__)
@@ -43,7 +44,9 @@ class KvPool(KvPlanes):
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[KvScales] | None = None,
+        share: KvShare | None = None,
     ) -> None:
+        """share: heads of this rank; None: all."""
         assert scales is None or len(scales) == layout.num_layers, (len(scales), layout.num_layers)
         self._scales = scales
         self.is_whole = layout.is_whole
@@ -58,9 +61,14 @@ class KvPool(KvPlanes):
         """Fingerprint of how a page lies in memory: of layers, page size, and the planes with padding and form."""
         self.token_bytes = layout.num_layers * dtype.itemsize * sum(math.prod(p.row_shape) for p in layout.planes)
         """Bytes that read_tokens() gives for each token."""
-        rows = ";".join(f"{plane.name}{list(plane.row_shape)}{plane.form}".replace(" ", "") for plane in layout.planes)
+        sizes_of_heads = {plane.row_shape[0] if len(plane.row_shape) > 1 else 0 for plane in layout.planes}
+        num_heads = sizes_of_heads.pop() if len(sizes_of_heads) == 1 else 0
+        self.share = share or (KvShare(0, num_heads, num_heads) if num_heads else WHOLE_KV)
+        """Heads that the planes hold; planes of different ones are not divided."""
+        assert self.share == WHOLE_KV or self.share.size == num_heads, (self.share, layout.planes)
+        rows = ";".join(f"{p.name}{self._row_of_all(p)}{p.form}".replace(" ", "") for p in layout.planes)
         self.token_layout_name = f"layers={layout.num_layers};{rows}"
-        """Fingerprint of what read_tokens() gives for each token."""
+        """Fingerprint of what read_tokens() gives for each token, of all heads: those of ranks are parts of it."""
         try:
             stored = {
                 plane.name: torch.empty(
@@ -122,41 +130,59 @@ class KvPool(KvPlanes):
             rows = view.view(torch.uint8)
             rows[targets] = rows[sources]
 
-    def read_tokens(self, indexes: torch.Tensor) -> torch.Tensor:
+    def read_tokens(self, indexes: torch.Tensor, part: KvShare | None = None) -> torch.Tensor:
         """KV of tokens, int32 numbers of the pool, as uint8: in chunks of CHUNK_TOKENS, of each the rows of plane after
-        plane, layer after layer."""
-        data = torch.empty(len(indexes) * self.token_bytes, dtype=torch.uint8, device=indexes.device)
+        plane, layer after layer. part: heads of `share`, None: all of them."""
+        data = torch.empty(len(indexes) * self.part_bytes(part), dtype=torch.uint8, device=indexes.device)
         if self._has_kernels:
             # Imported where there is a GPU: other machines need no Triton.
             from radixmesh.kernels.kv_copy import gather_rows
 
-            gather_rows(self._copied, indexes, data)
+            gather_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, data)
             return data
-        for part, chunk in self._chunks(indexes, data):
-            rows = [view.view(torch.uint8)[chunk].flatten() for view in self._token_views.values()]
-            part.copy_(torch.cat(rows))
+        for piece, chunk in self._chunks(indexes, data):
+            rows = [
+                view[:, self._heads(part)].view(torch.uint8)[chunk].flatten() for view in self._token_views.values()
+            ]
+            piece.copy_(torch.cat(rows))
         return data
 
-    def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor) -> None:
-        """Writes what read_tokens() gave of as many tokens, from this pool or from one with rows alike."""
+    def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor, part: KvShare | None = None) -> None:
+        """Writes what read_tokens() gave of as many tokens and heads, from this pool or from one with rows alike."""
         if self._has_kernels:
             from radixmesh.kernels.kv_copy import scatter_rows
 
-            scatter_rows(self._copied, indexes, data)
+            scatter_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, data)
             return
-        for part, chunk in self._chunks(indexes, data):
+        for piece, chunk in self._chunks(indexes, data):
             start = 0
             for view in self._token_views.values():
-                rows = view.view(torch.uint8)
+                rows = view[:, self._heads(part)].view(torch.uint8)
                 num = len(chunk) * math.prod(rows.shape[1:])
-                rows[chunk] = part[start : start + num].view(len(chunk), *rows.shape[1:])
+                rows[chunk] = piece[start : start + num].view(len(chunk), *rows.shape[1:])
                 start += num
+
+    def part_bytes(self, part: KvShare | None) -> int:
+        """Bytes of a token in read_tokens()."""
+        return self.token_bytes if part is None else self.token_bytes // self.share.size * part.size
+
+    def _heads(self, part: KvShare | None) -> slice:
+        """Of a row of this pool."""
+        assert part is None or self.share.has(part), (self.share, part)
+        if part is None or part == self.share:
+            return slice(None)
+        return slice(part.start - self.share.start, part.stop - self.share.start)
+
+    def _row_of_all(self, plane: KvPlane) -> list[int]:
+        """A token's row of all heads of the model."""
+        return list(plane.row_shape) if self.share == WHOLE_KV else [self.share.total, *plane.row_shape[1:]]
 
     def _chunks(self, indexes: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Bytes and tokens, int64, of each chunk."""
+        token_bytes = len(data) // max(1, len(indexes))
         for start in range(0, len(indexes), CHUNK_TOKENS):
             chunk = indexes[start : start + CHUNK_TOKENS].long()
-            yield data[start * self.token_bytes : (start + len(chunk)) * self.token_bytes], chunk
+            yield data[start * token_bytes : (start + len(chunk)) * token_bytes], chunk
 
     def page_planes(self) -> dict[str, npt.NDArray[np.uint8]]:
         """Pages of all planes and layers, as ArrayHostPool takes them, of a pool on the CPU."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.guided.guide import Guide
@@ -192,8 +193,9 @@ class ModelRunner(ABC):
     kv_token_bytes: int = 0
     """Bytes of the KV of one token in read_kv() and write_kv(); 0: it has neither, and takes part in no transfers."""
     kv_token_layout: str = ""
-    """Fingerprint of these bytes: layers and planes, whatever the page size is; with the rank's place if it has a part
-    of the heads."""
+    """Fingerprint of these bytes: layers and planes of all heads, whatever the page size is."""
+    kv_share: KvShare = WHOLE_KV
+    """Heads whose KV this rank has."""
     expert_moves: ExpertMoves | None = None
     """Moves experts between the ranks that share them; None: all are here."""
     host_pool: HostPool | None = None
@@ -226,14 +228,20 @@ class ModelRunner(ABC):
     def clear(self) -> None:
         """Forgets all KV (its memory stays). Not needed for rightness; makes stale reads visible in tests."""
 
-    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+    def read_kv(self, indexes: IntArray, part: KvShare | None = None) -> npt.NDArray[np.uint8]:
         """KV of tokens at `indexes`, int32 page x page_size + offset: a copy, [len(indexes) x kv_token_bytes] bytes,
-        in chunks of 256 tokens, of each the rows of plane after plane, layer after layer. Called between steps."""
+        in chunks of 256 tokens, of each the rows of plane after plane, layer after layer. part: heads of `kv_share`
+        (None: all of them), of which a token has as many bytes fewer. Called between steps."""
         raise NotImplementedError
 
-    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        """Writes what read_kv() gave of as many tokens, here or in another process. Called between steps."""
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
+        """Writes what read_kv() gave of as many tokens and of these heads, here or in another process. Called between
+        steps."""
         raise NotImplementedError
+
+    def kv_part_bytes(self, part: KvShare) -> int:
+        """Bytes of the KV of one token in read_kv() of a part."""
+        return self.kv_token_bytes // self.kv_share.size * part.size
 
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
         """From now on `host_pool` is there, of at most so many bytes: in `segment`, or, where it is None, in memory of

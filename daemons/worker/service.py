@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 
 import grpc
 
@@ -114,7 +115,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def WriteTransfer(
         self, request_iterator: AsyncIterator[worker_pb2.WriteTransferRequest], context: object
     ) -> AsyncIterator[worker_pb2.WriteTransferResponse]:
-        yield await receive(self._core.transfers, request_iterator)
+        async with aclosing(receive(self._core.transfers, request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def CommitTransfer(
         self, request: worker_pb2.CommitTransferRequest, context: object
@@ -137,7 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def AbortTransfer(
         self, request: worker_pb2.AbortTransferRequest, context: object
     ) -> worker_pb2.AbortTransferResponse:
-        self._core.transfers.abort(request.transfer_id)
+        self._core.transfers.abort(request.transfer_id, is_writer_gone=request.is_writer_gone)
         return worker_pb2.AbortTransferResponse()
 
 

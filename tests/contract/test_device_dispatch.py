@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -21,7 +22,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel import deep_ep_buffer, nixl_b
 from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
-from radixmesh.daemons.worker.cuda.expert_parallel.wire import NcclWire
+from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire, NcclWire
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.ops import TorchOps
@@ -56,11 +57,13 @@ class Ranks:
         wire = WireDispatch(NcclWire(ranks, device), max_room=MAX_ROOM)
         if transport == "nccl":
             return wire
-        create = {
-            "nixl": lambda shape: nixl_buffer.NixlBuffer(FakeNixlEp, ranks, shape, device.torch_device),
-            "deepep": lambda shape: deep_ep_buffer.DeepEpBuffer(FakeDeepEp, ranks, shape, device.torch_device),
-        }[transport]
-        return BufferDispatch(transport, create, wire, max_room=MAX_ROOM)
+        if transport == "nixl":
+            create = partial(nixl_buffer.NixlBuffer, FakeNixlEp, ranks, device=device.torch_device)
+            hint = partial(nixl_buffer.nixl_bytes, FakeNixlEp)
+        else:
+            create = partial(deep_ep_buffer.DeepEpBuffer, FakeDeepEp, ranks, device=device.torch_device)
+            hint = partial(deep_ep_buffer.deep_ep_bytes, FakeDeepEp)
+        return BufferDispatch(transport, create, hint, wire, max_room=MAX_ROOM)
 
     def _experts(self, rank: int, num_experts: int) -> DispatchedExperts:
         placed = self.members[rank].experts
@@ -199,6 +202,33 @@ def test_a_step_that_a_kernel_computed_without_a_rank_is_dropped(transport: str,
     own[0].masked.add(1)
     with pytest.raises(RankLost, match=r"ranks \[1\] did not come in time"):
         ranks.dispatches[0].launched(HostDevice())()
+
+
+class _Aborted(HostWire):
+    """A wire whose collectives are aborted by the loss of a rank, as NCCL's are: they end, with any numbers."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full((self.ranks.size, *x.shape), 1 << 30, dtype=x.dtype)
+
+    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        raise AssertionError(f"nobody sends {from_ranks} rows")
+
+
+def test_counts_that_an_aborted_collective_leaves_are_not_believed(ranks_of) -> None:  # type: ignore[no-untyped-def]
+    ranks = ranks_of("host")
+    dispatch = WireDispatch(_Aborted(ranks.members[0].expert_group), max_room=MAX_ROOM)
+    dispatch.form()
+    ranks.members[0].abort()
+    with pytest.raises(CollectiveAborted):
+        dispatch.dispatch(*rows_of(3, 6, seed=4), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_of_buffers_is_told_before_they_are_made(transport: str, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    told = ranks_of(transport, is_formed=False).dispatches[0].buffer_bytes(3, HIDDEN)
+    has_buffer = transport in ("nixl", "deepep")
+    # Rows that come, and the results of experts.
+    assert told > 2 * 2 * 3 * MAX_ROOM * HIDDEN * torch.bfloat16.itemsize if has_buffer else told == 0
 
 
 @pytest.mark.parametrize("transport", ["nixl", "deepep"])

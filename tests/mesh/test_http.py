@@ -191,6 +191,42 @@ async def test_completion_logprobs_and_echo(mesh: Mesh, sdk: AsyncOpenAI, http: 
     assert texts[0] == prompt and "".join(texts) == echoed.text
 
 
+async def test_logprobs_of_a_prompt_as_vllm_tells_them(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "The Tyger, burning", "temperature": 0, "max_tokens": 3}
+    echoed = (await http.post("/v1/completions", json={**body, "echo": True, "logprobs": 3})).json()["choices"][0]
+    num_prompt = len(echoed["logprobs"]["tokens"]) - 3
+    asked = {**body, "logprobs": 1, "prompt_logprobs": 3, "n": 2, "return_token_ids": True}
+    for choice in (await http.post("/v1/completions", json=asked)).json()["choices"]:
+        told, ids = choice["prompt_logprobs"], choice["prompt_token_ids"]
+        assert told[0] is None and len(told) == len(ids) == num_prompt
+        own = [entries[str(token)] for entries, token in zip(told[1:], ids[1:], strict=True)]
+        assert [entry["logprob"] for entry in own] == pytest.approx(echoed["logprobs"]["token_logprobs"][1:num_prompt])
+        assert [entry["decoded_token"] for entry in own] == echoed["logprobs"]["tokens"][1:num_prompt]
+        for entries, token in zip(told[1:], ids[1:], strict=True):
+            ranks = {entry["rank"]: entry["logprob"] for entry in entries.values()}
+            assert ranks[1] >= ranks[2] >= ranks[3] and len(entries) == 3 + (entries[str(token)]["rank"] is None)
+        # The output's have as many alternatives as were asked for.
+        assert len(choice["logprobs"]["tokens"]) == 3 and {len(top) for top in choice["logprobs"]["top_logprobs"]} == {
+            1
+        }
+    alone = (await http.post("/v1/completions", json={**body, "prompt_logprobs": 0})).json()["choices"][0]
+    assert alone["logprobs"] is None and {len(entries) for entries in alone["prompt_logprobs"][1:]} == {1}
+    large = {"prompt": ["a " * 1000] * 5, "max_tokens": 1, "prompt_logprobs": 60}
+    answer = await http.post("/v1/completions", json=large)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt_logprobs"), answer.text[:200]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "prompt_logprobs": 2}
+    answer = (await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True})).json()
+    assert (
+        len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) and answer["choices"][0]["logprobs"] is None
+    )
+    beside = (await http.post("/v1/chat/completions", json={**chat, "logprobs": True, "top_logprobs": 1})).json()
+    assert [len(entry["top_logprobs"]) for entry in beside["choices"][0]["logprobs"]["content"]] == [1, 1]
+    for path, fields in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+        for more, code in (({"prompt_logprobs": 10_000}, "INVALID_ARGUMENT"), ({"stream": True}, "UNSUPPORTED")):
+            answer = (await http.post(path, json={**fields, "prompt_logprobs": 1, **more})).json()["error"]
+            assert (answer["code"], answer["param"]) == (code, "prompt_logprobs"), answer
+
+
 async def test_completions_tell_their_ids(mesh: Mesh, http: httpx.AsyncClient) -> None:
     prompts = ["The Tyger", "古池"]
     known = [await mesh.client.complete(prompt, temperature=0, max_tokens=9, n=2) for prompt in prompts]

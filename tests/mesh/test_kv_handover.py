@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
+from support.kv_writers import needs_nixl
 from support.runner_contract import MODEL
 from support.running_daemon import Running, running
 from support.serve_client import ServeClient, serve_client
@@ -215,18 +216,18 @@ async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_ke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixmesh.daemons.scheduler.transfers.transfer_calls._LEASE_MS", 60_000)
-    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort, asyncio.Event()
+    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort_arrival, asyncio.Event()
 
-    async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival) -> object:
+    async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival, part: object) -> object:
         await is_aborted.wait()
-        return await prepare(self, rank, arrival)
+        return await prepare(self, rank, arrival, part)
 
-    async def note_abort(self: TransferCalls, transfer_id: str) -> None:
-        await abort(self, transfer_id)
+    async def note_abort(self: TransferCalls, arrival: Arrival) -> None:
+        await abort(self, arrival)
         is_aborted.set()
 
     monkeypatch.setattr(TransferCalls, "_prepare", prepare_late)
-    monkeypatch.setattr(TransferCalls, "_abort", note_abort)
+    monkeypatch.setattr(TransferCalls, "_abort_arrival", note_abort)
     async with pair() as both:
         reserved = scheduler_pb2.Reservation(transfer_id="t", lease_ms=30_000, prompt_ids=pack_ints(PROMPT), granule=1)
         cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)
@@ -407,7 +408,14 @@ async def test_workers_without_transfers_take_no_role() -> None:
 PHASES = ("reserved", "prefilling", "writing", "committing", "decoding")
 
 
-@pytest.mark.parametrize("kind", list(TransferTransport))
+KINDS = [
+    TransferTransport.GRPC,
+    TransferTransport.SHARED_MEMORY,
+    pytest.param(TransferTransport.NIXL, marks=[needs_nixl, pytest.mark.full]),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTransport) -> None:
     """As a router does it: the output is aborted at its decode side, its prefill and the reservation with it."""
@@ -460,8 +468,8 @@ async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTr
         if phase != "reserved":
             await prefill
         goes_on.set()
-        await until(both.is_clean)
-        assert not sending._senders and not len(receiving.receiver)
+        # A sender goes behind its channel, which it closes when its region is given back.
+        await until(lambda: both.is_clean() and not sending._senders and not len(receiving.receiver))
         # The next one is not disturbed.
         expected, result = await alone(both), await both.reserve("u")
         first = await both.prefill(result.target, request_id="next")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import random
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,15 +14,20 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from mesh.test_kv_transfer import TIMEOUT_S, Pair, pair
+from support.kv_writers import hold_and_write, needs_nixl, write_by_nixl
 
+from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import shared_memory
+from radixmesh.daemons.worker.kv_transfer import host_process, nixl_agent, shared_memory
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
 from radixmesh.worker.v1 import worker_pb2
 
-KINDS = [*TransferTransport, "elsewhere"]
+NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
+PROCESS_S = 150.0  # Until a process has started, on a loaded machine.
+KINDS = [TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, NIXL, "elsewhere"]
 """elsewhere: shared memory of another host."""
 
 
@@ -42,6 +49,14 @@ async def until(is_true) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not is_true():
             await asyncio.sleep(0.01)
+
+
+async def given_to(pipe, both: Pair) -> worker_pb2.TransferRegion:
+    """A region that a process is told of, once it has started."""
+    assert await asyncio.to_thread(pipe.poll, PROCESS_S) and pipe.recv() == "started"
+    region = await both.prepare(lease_ms=60_000)
+    pipe.send(region.SerializeToString())
+    return region
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,14 +124,14 @@ async def test_a_region_that_was_given_up_takes_no_writer_and_is_free(
 async def test_shared_memory_is_its_writers_until_that_process_is_gone(how: str) -> None:
     async with pair(transfer_transport=TransferTransport.SHARED_MEMORY) as both:
         transfers = both.core(1).transfers
-        region = await both.prepare()
-        held = transfers.receiver.get("t")
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=hold_and_write, args=(region.SerializeToString(), theirs))
+        process = context.Process(target=hold_and_write, args=(theirs,))
         process.start()
         try:
-            assert await asyncio.to_thread(ours.poll, TIMEOUT_S) and ours.recv() == "locked"
+            region = await given_to(ours, both)
+            held = transfers.receiver.get("t")
+            assert await asyncio.to_thread(ours.poll, PROCESS_S) and ours.recv() == "locked"
             transfers.abort("t")
             await asyncio.sleep(0.5)
             assert transfers.receiver.num_quarantined_bytes == transfers.staging.num_bytes == region.num_bytes
@@ -124,7 +139,7 @@ async def test_shared_memory_is_its_writers_until_that_process_is_gone(how: str)
                 process.kill()
             else:
                 ours.send("write")
-                assert await asyncio.to_thread(ours.poll, TIMEOUT_S) and ours.recv() == "written"
+                assert await asyncio.to_thread(ours.poll, PROCESS_S) and ours.recv() == "written"
             await until(lambda: not transfers.staging.num_bytes)
             assert held.memory is None and not len(transfers.receiver)
         finally:
@@ -155,14 +170,101 @@ def test_nothing_but_a_region_is_opened(tmp_path) -> None:
     memory.close()
 
 
-def hold_and_write(region_bytes: bytes, pipe) -> None:
-    """A writer of another process, that has the region open and writes when it is told."""
-    region = worker_pb2.TransferRegion.FromString(region_bytes)
-    fd = shared_memory._opened(region)
-    assert fd is not None
-    pipe.send("locked")
-    pipe.recv()
-    os.pwrite(fd, b"late" * 8, 0)
-    os.close(fd)
-    pipe.send("written")
-    time.sleep(60)
+def test_every_transport_is_under_the_contract() -> None:
+    given = {getattr(kind, "values", [kind])[0] for kind in KINDS}
+    assert given > set(TransferTransport)
+
+
+@needs_nixl
+@pytest.mark.parametrize("how", ["dies", *(pytest.param(how, marks=pytest.mark.full) for how in ("ends", "operator"))])
+async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped, it could still write: deregistered memory too, as the library does between processes."""
+    async with pair(transfer_transport=TransferTransport.NIXL) as both:
+        transfers = both.core(1).transfers
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=write_by_nixl, args=(both.workers[1].address, theirs))
+        process.start()
+        try:
+            region = await given_to(ours, both)
+            held = transfers.receiver.get("t")
+            assert await asyncio.to_thread(ours.poll, PROCESS_S) and ours.recv() == "written"
+            assert held.memory is not None and (held.memory[:1000] == 7).all()
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            transfers.abort("t")
+            await asyncio.sleep(1.5)
+            assert transfers.receiver.num_quarantined_bytes == transfers.staging.num_bytes == region.num_bytes
+            if how == "dies":
+                process.kill()
+            elif how == "ends":
+                os.kill(process.pid, signal.SIGCONT)
+                assert await asyncio.to_thread(ours.poll, PROCESS_S) and ours.recv() == "refused"
+            else:
+                await both.stub.AbortTransfer(worker_pb2.AbortTransferRequest(transfer_id="t"))
+                assert transfers.staging.num_bytes, "an abort alone is no proof"
+                command = [both.workers[1].address, "--timeout", "60"]
+                assert await asyncio.to_thread(cli_transfers.run, command) == 0
+                assert f"quarantined {region.num_bytes} bytes\n  t\n" in capsys.readouterr().out
+                assert await asyncio.to_thread(cli_transfers.run, [*command, "--free", "t", "--json"]) == 0
+                assert '"quarantined_bytes": 0' in capsys.readouterr().out
+            await until(lambda: not transfers.staging.num_bytes)
+            assert held.memory is None and not len(transfers.receiver)
+            assert transfers._transport.slab.num_free == transfers._transport.slab.num_bytes
+        finally:
+            process.kill()
+            process.join()
+
+
+@needs_nixl
+async def test_a_writer_that_was_not_let_in_writes_nothing() -> None:
+    async with pair(transfer_transport=TransferTransport.NIXL) as both:
+        transport = make_transport(TransferTransport.NIXL)
+        region = await both.prepare()
+        held = both.core(1).transfers.receiver.get("t").held
+        both.core(1).transfers.abort("t")
+        with pytest.raises(MeshError):
+            async with transport.open(both.workers[1].address, region, "w"):
+                pytest.fail("it was let in")
+        assert not held.array.any()
+
+
+@needs_nixl
+def test_pieces_of_the_slab_are_nobody_elses_and_come_back() -> None:
+    slab = nixl_agent.Slab(nixl_agent.NixlAgent(), 1 << 20)
+    rng, pieces = random.Random(22), []
+    for step in range(2000):
+        if pieces and (rng.random() < 0.5 or len(pieces) > 40):
+            piece, value = pieces.pop(rng.randrange(len(pieces)))
+            assert (piece == value).all(), "another one was written there"
+            slab.give_back(piece)
+            continue
+        try:
+            piece = slab.take(rng.randrange(1, 100_000))
+        except MemoryError:
+            assert slab.num_free < slab.num_bytes
+            continue
+        piece[:] = step % 251
+        pieces.append((piece, step % 251))
+    for piece, _ in pieces:
+        slab.give_back(piece)
+    assert slab._free == [(0, slab.num_bytes)]
+    with pytest.raises(MemoryError):
+        slab.take(slab.num_bytes + 1)
+
+
+def test_a_process_is_gone_by_its_start_and_only_on_this_host() -> None:
+    own = HostProcess.own()
+    assert not own.is_gone() and own.started
+    assert own._replace(started=own.started + 1).is_gone(), "its number is another process's by now"
+    assert not own._replace(started=own.started + 1, host="elsewhere").is_gone()
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    seen = HostProcess(own.host, process.pid or 0, host_process._started(process.pid or 0) or 0)
+    assert not seen.is_gone()
+    process.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not seen.is_gone() and time.monotonic() < deadline:  # A zombie has no memory.
+        time.sleep(0.01)
+    assert seen.is_gone()
+    process.join()

@@ -13,8 +13,10 @@ from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.compose.compose import ComposeFile
 from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-TOPOLOGIES = ("local", "gpu", "scale", "simulated", "tp2", "dp-ep", "pd")
+TOPOLOGIES = ("local", "gpu", "scale", "simulated", "tp2", "dp-ep", "pd", "pd-gpu")
 
 
 def topology(name: str) -> ComposeFile:
@@ -45,3 +47,18 @@ async def test_the_gpu_topology_speaks_over_sockets_on_a_shared_volume(tmp_path:
             assert await job.run(client) == job.answers
         connected = [line for line in cluster.recent_lines("router") if "peer_connected" in line]
         assert any("volumes/sockets/scheduler.sock" in line for line in connected), connected
+
+
+@pytest.mark.full
+async def test_the_gpu_pair_recites() -> None:
+    """On CPUs: what is looked at is who reaches whom, and that KV goes from one to the other."""
+    on_cpu = {"RADIXMESH_BACKEND": "cpu", "RADIXMESH_CPU_THREADS": "1", "RADIXMESH_TRANSFER_STAGING_BYTES": "67108864"}
+    changes = {"worker": on_cpu, "worker-prefill": on_cpu, "router": {"RADIXMESH_PREFILL_MIN_TOKENS": "8"}}
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))[:6]
+    async with LocalCluster(COMPOSE / "pd-gpu.yml", publish=False, environment=changes) as cluster:
+        await cluster.wait_healthy(90)
+        async with AsyncClient([cluster.address("router")]) as client, asyncio.timeout(60):
+            assert [await job.run(client) for job in jobs] == [job.answers for job in jobs]
+        async with open_channel(cluster.address("scheduler")) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            assert (await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=60)).num_kv_arrived

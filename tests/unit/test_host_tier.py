@@ -8,7 +8,7 @@ import torch
 from support.planner_world import World, new_executor
 from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_executor
 
-from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.arrays import as_ints, pack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
@@ -23,8 +23,9 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, scatter
-from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
+from radixmesh.daemons.worker.kv_transfer.staging import RegionKey
+from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
+from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
@@ -59,15 +60,34 @@ def test_a_save_reads_before_its_pages_are_granted_anew():
     assert got.ids.tolist() == simulated_continuation([*PROMPT, 40], 1, alphabet=steps.executor.runner.alphabet)
 
 
-def test_a_save_reads_before_a_transfer_writes_to_its_pages():
+async def test_a_save_reads_before_a_transfer_writes_to_its_pages():
     steps = saved_world()
     executor, ids = steps.executor, as_ints([50] * 12)
-    sent, stamp = executor.runner.read_kv(np.arange(12, dtype=np.int32)) + np.uint8(1), b"s" * STAMP_BYTES
-    region = np.concatenate([np.frombuffer(stamp, np.uint8), sent, np.frombuffer(stamp, np.uint8)])
-    target = Target(pages=as_ints([0, 1, 2]), generations=as_ints([2, 2, 2]), previous_page=-1, ids=ids, namespace="")
-    assert scatter(executor, target, region, stamp) is Failure.NONE
+
+    async def run(job):
+        return job()
+
+    transfers = KvTransfers(
+        "w", staging_bytes=1 << 20, transport=GrpcTransport(), run=run, check_holder=lambda *of: None,
+        received_step=lambda: 0,
+    )  # fmt: skip
+    transfers.attach(executor, "weights")
+    prepared = transfers.prepare(
+        worker_pb2.PrepareTransferRequest(transfer_id="t", num_tokens=12, lease_ms=60_000, kv=transfers.format)
+    )
+    saved = executor.runner.read_kv(np.arange(12, dtype=np.int32))
+    region, sent = transfers.open(prepared, "writer"), saved + np.uint8(1)
+    key = RegionKey(transfer_id="t", incarnation=prepared.incarnation, instance_id="w", epoch=0)
+    transfers.receiver.write(region, "writer", 0, key.stamp() + sent.tobytes() + key.stamp())
+    transfers.receiver.last_word(region, "writer", is_done=True)
+    request = worker_pb2.CommitTransferRequest(
+        transfer_id="t", pages=pack_ints([0, 1, 2]), generations=pack_ints([2, 2, 2]), previous_page=-1,
+        ids=pack_ints(ids),
+    )  # fmt: skip
+    assert await transfers.commit(request) is Failure.NONE
+    transfers.close()
     steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
-    assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == (sent - np.uint8(1)).tolist()
+    assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == saved.tolist()
     assert executor.runner.read_kv(np.arange(12, dtype=np.int32)).tolist() == sent.tolist()
 
 

@@ -114,7 +114,7 @@ def test_a_prompt_that_no_context_holds_is_counted_and_never_decoded() -> None:
 CONSTRAINTS = {
     "grammar": "g", "stop_regex": "a",
     "chat_template": "t", "lora_path": "l", "use_beam_search": True,
-    "prompt_logprobs": 1, "bad_words": ["a"], "allowed_token_ids": [1], "logits_processors": ["p"],
+    "bad_words": ["a"], "allowed_token_ids": [1], "logits_processors": ["p"],
     "no_such_field": 1, "temprature": 0,
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from support.router_requests import change, new_request
 from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
 from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.submit import prefill_of
+from radixmesh.daemons.router.placement.move_costs import MoveWay
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
@@ -29,12 +30,13 @@ class FakeLink(SimpleNamespace):
 
     def __init__(self, role: int, cached: int = 0, waiting: int = 0) -> None:
         load = scheduler_pb2.Load(waiting_tokens=waiting)
-        super().__init__(role=role, cached=cached, load=load, page_size=4, num_prefills=0)
+        super().__init__(role=role, cached=cached, load=load, page_size=4, kv_heads=b"", num_prefills=0)
         self.is_connected = self.is_group_serving = self.is_without = True
         self.reservations: list[Any] = []
         self.prefills: list[str] = []
         self.cancelled: list[int] = []
         self.resubmitted: list[tuple[int, ...]] = []
+        self.last_sequence = 8
 
     def reserve(self, reservation: scheduler_pb2.Reservation) -> None:
         self.reservations.append(reservation)
@@ -252,3 +254,73 @@ def test_an_output_that_the_first_token_ends_goes_nowhere(ends: bool) -> None:
     assert world.over(transfer_id, 5, is_handed_over=False)
     assert world.decode.resubmitted == ([] if ends else [(5,)])
     assert len(world.remote) == ends, "whoever ends the output ends its prefill"
+
+
+def moving(num_ids: int = 3) -> tuple[World, FakeLink]:
+    """An output with some tokens that leaves a scheduler whose cache has all of it."""
+    world = World()
+    world.output.ids.extend(range(100, 100 + num_ids))
+    source = FakeLink(DECODE, cached=20)
+    source.kv_heads = b"heads"
+    return world, source
+
+
+def move(world: World, source: FakeLink) -> MoveWay:
+    return world.remote.begin_move(world.output, source, world.decode)  # type: ignore[arg-type]
+
+
+def test_an_output_that_moves_gets_its_kv_from_where_it_was() -> None:
+    world, source = moving(num_ids=2)
+    assert move(world, source) is MoveWay.KV
+    transfer_id = world.output.transfer_id
+    (reservation,) = world.decode.reservations
+    assert (reservation.kv_heads, len(reservation.prompt_ids)) == (b"heads", 4 * 22), "the ids that it has, too"
+    world.answer(transfer_id)
+    assert source.prefills == [transfer_id]
+    prompt = RemotePrompt(transfer_id=transfer_id, output=world.output, attempt=0, num_before=2)
+    prompt.ids.append(7)
+    assert world.remote.over(prompt, is_handed_over=True)
+    assert list(world.output.ids) == [100, 101, 7] and world.decode.resubmitted == [(100, 101, 7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_connected", False),
+        ("is_group_serving", False),
+        ("kv_heads", b""),
+        ("load", scheduler_pb2.Load(is_leaving=True)),
+    ],
+)
+def test_kv_comes_only_from_a_scheduler_that_can_send_it(name: str, value: object) -> None:
+    world, source = moving()
+    setattr(source, name, value)
+    assert move(world, source) is MoveWay.PREFILL and not world.output.transfer_id and not world.told()
+
+
+def test_what_the_target_has_cached_or_cannot_take_is_not_sent() -> None:
+    world, source = moving()
+    world.decode.cached = 16
+    assert move(world, source) is MoveWay.PREFILL, "seven tokens are fewer than eight"
+    world.decode.cached, world.decode.role = 0, 0
+    assert move(world, source) is MoveWay.PREFILL
+    world.decode.role = DECODE
+    assert move(world, source) is MoveWay.KV
+
+
+def test_a_token_of_another_position_is_not_the_outputs() -> None:
+    world, source = moving()
+    move(world, source)
+    transfer_id = world.output.transfer_id
+    world.answer(transfer_id)
+    prompt = RemotePrompt(transfer_id=transfer_id, output=world.output, attempt=0, num_before=2)
+    prompt.ids.append(7)
+    assert not world.remote.over(prompt, is_handed_over=True) and list(world.output.ids) == [100, 101, 102]
+
+
+def test_the_request_of_a_moved_output_asks_for_one_more_token() -> None:
+    world, _ = moving(num_ids=3)
+    submit = prefill_of(world.output, 1, 1, scheduler_pb2.TransferTarget(transfer_id="t"))
+    assert len(submit.resumed_output_ids) == 12 and submit.stop.max_tokens == 4, "its own end comes first"
+    change(world.output.request, stop={"max_tokens": 100})
+    assert prefill_of(world.output, 1, 1, scheduler_pb2.TransferTarget(transfer_id="t")).stop.max_tokens == 5

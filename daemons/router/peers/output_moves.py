@@ -115,9 +115,10 @@ class OutputMoves:
             return 0
         for output in outputs:
             self._pool.take_from(link, output)
+        ways = set()
         for output in outputs:
             output.num_moves += 1
-            self._pool.place(output, links)
+            ways.add(self._pool.place(output, links, source=link))
         self._on_moved(reason, len(outputs))
         log.info(
             "outputs_moved",
@@ -126,6 +127,7 @@ class OutputMoves:
             count=len(outputs),
             source=link.address,
             target=outputs[0].scheduler.address if outputs[0].scheduler is not None else "",
+            by=" and ".join(sorted(way.value for way in ways if way is not None)),
             output_tokens=sum(len(output.ids) for output in outputs),
         )
         return len(outputs)

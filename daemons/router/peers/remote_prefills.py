@@ -4,6 +4,9 @@ begin --> RESERVING --the decode side has a place--> PREFILLING --handed over-->
               |                                          |
               +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
 
+An output that moves from a scheduler which lives is such a prompt as well, with the ids that it has: its former
+scheduler finds their KV in its cache, and sends it, where that was measured to be cheaper than to compute them anew.
+
 The output is at its decode side from the start, and waits there. The prefill's first token is the output's: it goes to
 the client, and to the decode side with a new attempt, which begins with the second. Whatever happens to its prefill,
 that side computes the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds.
@@ -21,6 +24,7 @@ from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.submit import reservation_of
+from radixmesh.daemons.router.placement.move_costs import MoveCosts, MoveWay
 from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -56,15 +60,17 @@ class RemotePrefills:
         *,
         least_tokens: int,
         timeout_s: float = 60.0,
+        costs: MoveCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placement = placement
         self._least_tokens = max(1, least_tokens)
         self._timeout_s = timeout_s
         self._clock = clock
+        self.costs = costs or MoveCosts(clock)
         self._prefills: dict[str, _Prefill] = {}
         self._renewed = 0.0
-        self.num_handed_over = self.num_in_place = 0
+        self.num_handed_over = self.num_in_place = self.num_moved = 0
 
     def __len__(self) -> int:
         return len(self._prefills)
@@ -93,11 +99,46 @@ class RemotePrefills:
             return
         costs = {link: self._cost(output, link) for link in links}
         best = min(links, key=lambda link: costs[link])
-        transfer_id = secrets.token_hex(12)
         uncached = request.num_prompt - self._placement.matched_tokens(output, best)
-        self._prefills[transfer_id] = _Prefill(output, decode, best, uncached, self._clock())
+        self._reserve(output, decode, best, uncached)
+
+    def begin_move(self, output: Output, source: SchedulerLink, target: SchedulerLink) -> MoveWay:
+        """An output is about to be submitted to `target`, and was at `source` until now: reserves a place for its KV
+        there, if that is cheaper than a prefill. The way that it takes."""
+        output.transfer_id = ""
+        uncached = self.num_lacking(output, target)
+        if not self._can_move_kv(output, source, target) or uncached < self._least_tokens:
+            return MoveWay.PREFILL
+        for sibling in output.request.outputs:
+            # They share the KV of their prompt, and wait for that of the first.
+            first = self._prefills.get(sibling.transfer_id)
+            if sibling is not output and first is not None and first.decode is target:
+                output.transfer_id = sibling.transfer_id
+                return MoveWay.KV
+        if self.costs.choose(uncached) is MoveWay.PREFILL:
+            return MoveWay.PREFILL
+        # Its tokens are in the cache there, but for the last page.
+        self._reserve(output, target, source, max(1, source.page_size))
+        self.num_moved += 1
+        return MoveWay.KV
+
+    def num_lacking(self, output: Output, target: SchedulerLink) -> int:
+        """Tokens of prompt and output so far that are not cached there."""
+        return max(0, output.request.num_prompt + len(output.ids) - self._placement.matched_tokens(output, target))
+
+    def _can_move_kv(self, output: Output, source: SchedulerLink, target: SchedulerLink) -> bool:
+        request = output.request
+        is_there = source.is_connected and source.is_group_serving and bool(source.kv_heads)
+        is_there &= not (source.load.is_leaving or source.load.is_draining)
+        takes_it = target.role == scheduler_pb2.SCHEDULER_ROLE_DECODE and output.attempt_no + 2 < MAX_ATTEMPT_NO
+        is_simple = not request.resolved.is_pooled and not request.are_prompt_logprobs_due
+        return is_there and takes_it and is_simple and len(self._prefills) < _MOST
+
+    def _reserve(self, output: Output, decode: SchedulerLink, prefill: SchedulerLink, num_tokens: int) -> None:
+        transfer_id = secrets.token_hex(12)
+        self._prefills[transfer_id] = _Prefill(output, decode, prefill, num_tokens, self._clock())
         output.transfer_id = transfer_id
-        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, best.page_size))
+        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, prefill.page_size, prefill.kv_heads))
 
     def answered(self, decode: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         """The decode side has a place, or none."""
@@ -130,7 +171,9 @@ class RemotePrefills:
             self._give_up(transfer_id, found, is_known=True)
         if is_given and not is_ended:
             # The decode side may have begun by itself, and gone on with another token.
-            self._placement.on_left(found.decode, found.decode.submit_again(output))
+            former = found.decode.submit_again(output)
+            self.costs.again(found.decode, former, found.decode.last_sequence)
+            self._placement.on_left(found.decode, former)
             self._placement.take_sent(found.decode, None)
         return is_given
 

@@ -12,11 +12,12 @@ from radixmesh.daemons.router.requests.updates import Logprobs
 @dataclass(slots=True, eq=False, kw_only=True)
 class RemotePrompt:
     """ids: what has come of the output, sampled as the output's own scheduler would; logprobs: of these, where asked
-    for."""
+    for. num_before: ids that the output had."""
 
     transfer_id: str
     output: Output
     attempt: int
+    num_before: int = 0
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: list[Logprobs] = field(default_factory=list)
     weights_version: int = 0
@@ -26,12 +27,12 @@ class RemotePrompt:
     def give(self) -> bool:
         """Appends the ids to the journal's; False: there are none, or their logprobs did not come."""
         output = self.output
-        if not self.ids or output.ids:
+        if not self.ids or len(output.ids) != self.num_before:
             return False
         if output.logprobs is not None:
             for logprobs in self.logprobs:
                 output.logprobs.append(logprobs)
-            if output.logprobs.end != len(self.ids):
+            if output.logprobs.end != self.num_before + len(self.ids):
                 output.level_logprobs()
                 return False
         output.ids.extend(self.ids)

@@ -61,6 +61,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
+        self.kv_heads = b""
+        """KV heads of its ranks, as its hello has them."""
         self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
         """In disaggregated prefill and decode, as last announced."""
         self._prefills: dict[int, RemotePrompt] = {}
@@ -204,7 +206,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows."""
         self._last_handle += 1
         self._sequence += 1
-        self._prefills[self._last_handle] = RemotePrompt(transfer_id=transfer_id, output=output, attempt=output.attempt)
+        self._prefills[self._last_handle] = RemotePrompt(
+            transfer_id=transfer_id, output=output, attempt=output.attempt, num_before=len(output.ids)
+        )
         self._frames.add_prefill(prefill_of(output, self._last_handle, self._sequence, target))
         self.wake()
 
@@ -269,7 +273,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
-        self.role = frame.hello.role
+        self.role, self.kv_heads = frame.hello.role, frame.hello.kv_heads
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
         self._frames.can_share = version >= SHARING_VERSION

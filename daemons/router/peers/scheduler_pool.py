@@ -14,6 +14,7 @@ from radixmesh.daemons.router.peers.output_moves import OutputMoves
 from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
+from radixmesh.daemons.router.placement.move_costs import MoveWay
 from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.queue.turns import QueueTurns
 from radixmesh.daemons.router.queue.waiting_outputs import QueueBounds, WaitingOutputs
@@ -192,24 +193,39 @@ class SchedulerPool(PeerPool):
         message = f"no scheduler serves {name!r}: choose one of {served}"
         raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": name})
 
-    def place(self, output: Output, among: Sequence[SchedulerLink] | None = None) -> None:
-        """Sends an output to a scheduler, or lets it wait for one. among: those that can take it, where it is known."""
+    def place(
+        self,
+        output: Output,
+        among: Sequence[SchedulerLink] | None = None,
+        *,
+        source: SchedulerLink | None = None,
+    ) -> MoveWay | None:
+        """Sends an output to a scheduler, or lets it wait for one. among: those that can take it, where it is known.
+        source: the one that it leaves by plan; the answer is how it goes on then."""
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
         if among is None and output not in self.waiting and self.turns.has_to_wait(output):
             self._wait(output)
             self.turns.soon()
-            return
+            return None
         link, decision = self._pick(output, among) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is None:
             self._wait(output)
-            return
+            return None
         if output.waiting_since is None or (output in self.waiting and output.attempt_no < 0):
             # Its turn has come: what it waited for room says nothing of the scheduler that takes it now.
             output.waiting_since = self._clock()
         self.waiting.served(output)
-        self.prefills.begin(output, link)
+        way, num_lacking = None, 0
+        if source is None or not output.ids:
+            self.prefills.begin(output, link)
+        else:
+            num_lacking = self.prefills.num_lacking(output, link)
+            way = self.prefills.begin_move(output, source, link)
         link.submit(output)
+        if way is not None:
+            self.prefills.costs.begin(link, link.last_sequence, way, num_lacking)
         self.placement.take_sent(link, decision)
+        return way
 
     def _wait(self, output: Output) -> None:
         if output.state is not OutputState.WAITING:
@@ -268,8 +284,14 @@ class SchedulerPool(PeerPool):
     def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
         """The output of that submit is not at the scheduler any more."""
         self.placement.on_left(link, sequence)
+        self.prefills.costs.left(link, sequence)
         self.prefills.end(output)
         self.turns.left(link, output)
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit has gone on there."""
+        self.placement.on_first_token(link, sequence)
+        self.prefills.costs.first_token(link, sequence)
 
     def on_load(self, link: SchedulerLink) -> None:
         """A scheduler has told its load."""

@@ -11,6 +11,7 @@ from radixmesh.daemons.router.requests.journal import Request
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
+from radixmesh.daemons.runtime.kv_share import unpack_shares
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 # An embedding of 262,144 numbers: several times the widest model's.
@@ -37,6 +38,7 @@ class ServeChecks:
         num_eos = len(unpack_ints(identity.eos_ids, "hello.hello.model.eos_ids"))
         if len(names) > _MAX_NAMES or max(map(len, names)) > _MAX_NAME_CHARS or num_eos > _MAX_EOS_IDS:
             raise self.broken(f"more than {_MAX_NAMES} names of {_MAX_NAME_CHARS}, or {_MAX_EOS_IDS} eos ids")
+        unpack_shares(hello.kv_heads, "hello.kv_heads")
 
     def batch(
         self,

@@ -48,7 +48,8 @@ class ServeRows:
                 output = running.get(handle)
                 if output is None or output.state is not is_running or output.attempt != attempt:
                     prompt = self._prefills.get(handle)
-                    if prompt is not None and prompt.attempt == attempt and first == len(prompt.ids):
+                    due = -1 if prompt is None or prompt.attempt != attempt else prompt.num_before + len(prompt.ids)
+                    if prompt is not None and first == due:
                         self._take_prompt(prompt, ids[start:end], version)
                         prompts[row] = prompt
                     continue
@@ -98,7 +99,7 @@ class ServeRows:
         return output
 
     def _take_prompt(self, prompt: RemotePrompt, ids: bytes, version: int) -> None:
-        if len(prompt.ids) + len(ids) // 4 > prompt.output.request.max_tokens:
+        if prompt.num_before + len(prompt.ids) + len(ids) // 4 > prompt.output.request.max_tokens:
             raise self._checks.broken("more tokens of a prompt than were asked for")
         prompt.ids.frombytes(ids)
         prompt.weights_version = version

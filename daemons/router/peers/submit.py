@@ -69,26 +69,31 @@ def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> 
 def prefill_of(
     output: Output, handle: int, sequence: int, target: scheduler_pb2.TransferTarget
 ) -> scheduler_pb2.Submit:
-    """The prompt of an output that runs elsewhere, and its first token; the KV goes to `target`."""
+    """The prompt of an output that runs elsewhere, with the ids that it has, and its next token; the KV goes to
+    `target`."""
     submit = submit_of(output, handle, sequence, with_blob=True)
     submit.ClearField("transfer_id")
     submit.send_kv_to.CopyFrom(target)
     # It is over when the first token is there: no room is kept for more than one behind it.
-    submit.stop.max_tokens = min(submit.stop.max_tokens or 2, 2)
+    most = len(output.ids) + 2
+    submit.stop.max_tokens = min(submit.stop.max_tokens or most, most)
     submit.stop.min_tokens = min(submit.stop.min_tokens, submit.stop.max_tokens)
     return submit
 
 
-def reservation_of(output: Output, transfer_id: str, lease_ms: int, granule: int) -> scheduler_pb2.Reservation:
-    """Asks the scheduler of an output for a place for its prompt's KV."""
+def reservation_of(
+    output: Output, transfer_id: str, lease_ms: int, granule: int, kv_heads: bytes
+) -> scheduler_pb2.Reservation:
+    """Asks the scheduler of an output for a place for the KV of its tokens. granule, kv_heads: of the prefill side."""
     resolved = output.request.resolved
     return scheduler_pb2.Reservation(
         transfer_id=transfer_id,
         lease_ms=lease_ms,
-        prompt_ids=resolved.prompt_ids,
+        prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
         model=resolved.model,
         cache_salt=resolved.cache_salt,
         granule=granule,
+        kv_heads=kv_heads,
     )
 
 

@@ -212,7 +212,7 @@ class OutputFlow:
         self.schedulers.on_load(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.placement.on_first_token(link, sequence)
+        self.schedulers.on_first_token(link, sequence)
 
     def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
         self.schedulers.on_left(link, sequence, output)

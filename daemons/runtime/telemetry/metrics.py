@@ -396,6 +396,11 @@ class Metrics:
             "KV transfers that failed at this end, by reason; not_sent: at the sending end.",
             ["reason"],
         )
+        for stage in ("gather", "send", "receive", "scatter"):
+            self.kv_transfer_bytes.labels(stage)
+            self.kv_transfer_seconds.labels(stage)
+        for reason in ("not_sent", "lease_expired", "writer_gone", "checksum", "stamp", "pages", "aborted"):
+            self.kv_transfer_failures.labels(reason)
         self.kv_quarantined_bytes = make.gauge(
             "radixmesh_kv_quarantined_bytes",
             "worker",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.shared_experts import SharedExperts
 
@@ -51,6 +52,8 @@ class GroupInfo:
     """All workers fetch pages from a store into host memory."""
     has_transfers: bool = False
     """The workers send KV to others and take it from them."""
+    kv_shares: tuple[KvShare, ...] = ()
+    """KV heads of each rank, where there are transfers."""
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
         """True if a rank is the successor of a process of `former` that somebody killed or asked to leave."""

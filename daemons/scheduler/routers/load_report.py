@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.kv_share import pack_shares
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.scheduler.config import Role
 from radixmesh.daemons.scheduler.pages.page_states import PageState
@@ -69,6 +70,7 @@ def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHe
         page_size=group.page_size if group is not None else 0,
         num_pages=group.num_pages if group is not None else 0,
         role=ROLES[loop.role],
+        kv_heads=pack_shares(group.kv_shares) if group is not None else b"",
     )
 
 

@@ -17,10 +17,12 @@ from enum import Enum
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart
 
 MAX_ARRIVALS = 1024
 """Transfers that one scheduler waits for at a time."""
@@ -55,6 +57,10 @@ class Arrival:
     lease_until: float
     heard_at: float
     held: Match
+    writers: tuple[KvShare, ...] = ()
+    """KV heads of the sending group's ranks; none: as ours."""
+    parts: tuple[RankPart, ...] = ()
+    """By which the workers know it, once it is being prepared."""
     state: ArrivalState = ArrivalState.RESERVING
     pages: IntArray = field(default_factory=empty_ints)
     sequences: list[Sequence] = field(default_factory=list)
@@ -102,8 +108,11 @@ class KvArrivals:
         lease_s: float,
         granule: int,
         now: float,
+        writers: tuple[KvShare, ...] = (),
     ) -> Arrival | None:
         """A new transfer of what the cache lacks of a prompt; None: it lacks nothing that is worth one.
+
+        writers: KV heads of the sending group's ranks; none: as ours.
 
         granule: the prefill side has tokens up to a multiple of it. Raises INVALID_ARGUMENT, OVERLOADED, NEVER_FITS.
         """
@@ -134,6 +143,7 @@ class KvArrivals:
             lease_until=now + min(lease_s, MAX_LEASE_S),
             heard_at=now,
             held=match,
+            writers=writers,
         )
         self._arrivals[transfer_id] = arrival
         self._wanted.append(arrival)
@@ -162,9 +172,9 @@ class KvArrivals:
         failed, self._failed = self._failed, []
         return failed
 
-    def live_ids(self) -> list[str]:
+    def live(self) -> list[Arrival]:
         """Transfers whose leases the workers are to renew."""
-        return [name for name, arrival in self._arrivals.items() if not arrival.is_over]
+        return [arrival for arrival in self._arrivals.values() if not arrival.is_over]
 
     def expect(self, sequence: Sequence) -> None:
         """A request that names a transfer is in the queue: it is not left while that lives."""

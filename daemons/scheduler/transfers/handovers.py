@@ -55,7 +55,7 @@ class KvHandovers:
         self._sent: dict[Sequence, int] = {}
         """Position up to which the KV of a request was sent ahead; nothing is, and 0, for one of other tokens."""
         self._wanted: list[Handover] = []
-        self._given_up: list[str] = []
+        self._given_up: list[KvTarget] = []
         self.num_started = self.num_chunks = 0
 
     def begin_epoch(self) -> None:
@@ -96,7 +96,7 @@ class KvHandovers:
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def take_given_up(self) -> list[str]:
+    def take_given_up(self) -> list[KvTarget]:
         """Transfers of which a part was sent, and the rest will not be; each is told once."""
         given_up, self._given_up = self._given_up, []
         return given_up
@@ -139,7 +139,7 @@ class KvHandovers:
 
     def _give_up(self, sequence: Sequence) -> None:
         if self._sent.pop(sequence, None) is not None and sequence.submission.send_kv_to is not None:
-            self._given_up.append(sequence.submission.send_kv_to.transfer_id)
+            self._given_up.append(sequence.submission.send_kv_to)
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
         target, pages = sequence.submission.send_kv_to, state.pages_of(sequence.slot)

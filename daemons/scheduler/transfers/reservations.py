@@ -11,6 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import unpack_shares
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.transfers.arrivals import MAX_LEASE_S
 from radixmesh.daemons.scheduler.transfers.kv_target import MAX_TRANSFER_ID_BYTES, KvTarget
@@ -73,7 +74,8 @@ class Reservations:
             message = "prompt_ids are not those of a prompt for this model: see Submit.prompt_ids"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "prompt_ids"})
         name, granule = cache_name("", reservation.cache_salt), max(1, reservation.granule)
-        found = planner.arrivals.reserve(state, transfer_id, np.array(ids), name, lease_s, granule, now)
+        writers = unpack_shares(reservation.kv_heads, "kv_heads")
+        found = planner.arrivals.reserve(state, transfer_id, np.array(ids), name, lease_s, granule, now, writers)
         return found is not None
 
 

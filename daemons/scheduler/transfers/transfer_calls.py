@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
@@ -13,10 +13,12 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.group_stream import GroupStream, together
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.messages import kv_share_of
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
 from radixmesh.daemons.scheduler.transfers.handovers import Handover
+from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart, rank_parts
 from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
 from radixmesh.worker.v1 import worker_pb2
 
@@ -67,15 +69,15 @@ class TransferCalls:
                 self._renewing = self._spawn(self._renew())
         for arrival in self._planner.arrivals.take_failed():
             self._tell(arrival.transfer_id, None, _not_kept())
-            self._spawn(self._abort(arrival.transfer_id))
+            self._spawn(self._abort_arrival(arrival))
         handovers = self._planner.handovers
         given_up = handovers.take_given_up()
         for handover in handovers.take_wanted():
             before = self._sending.get(handover.target.transfer_id)
             sending = self._sending[handover.target.transfer_id] = self._spawn(self._send(handover, before))
             sending.add_done_callback(partial(self._sent, handover.target.transfer_id))
-        for transfer_id in given_up:
-            self._spawn(self._abort(transfer_id, self._sending.get(transfer_id)))
+        for target in given_up:
+            self._spawn(self._abort_sent(target, self._sending.get(target.transfer_id)))
 
     def cancel(self) -> None:
         """The epoch is over, and with it all of its transfers."""
@@ -96,24 +98,27 @@ class TransferCalls:
             answer(transfer_id, target, error)
 
     async def _receive(self, state: EpochState, arrival: Arrival) -> None:
-        arrivals = self._planner.arrivals
+        arrivals, ranks = self._planner.arrivals, self._stream.rank_streams
         try:
+            shares = [kv_share_of(rank.transfer_kv) for rank in ranks]
+            arrival.parts = parts = rank_parts(arrival.transfer_id, shares, arrival.writers)
             async with asyncio.timeout(_TIMEOUT_S):
-                regions = await together([self._prepare(rank, arrival) for rank in self._stream.rank_streams])
+                regions = await together([self._prepare(ranks[part.receiver], arrival, part) for part in parts])
             if not arrivals.prepared(arrival):
                 # Given up meanwhile: that abort may have come before the region.
-                await self._abort(arrival.transfer_id)
+                await self._abort_arrival(arrival)
                 return
+            addresses = self._addresses()
             target = KvTarget(
                 transfer_id=arrival.transfer_id,
                 regions=tuple(region.SerializeToString() for region in regions),
-                addresses=tuple(self._addresses()),
+                addresses=tuple(addresses[part.receiver] for part in parts),
                 first_token=arrival.first_token,
                 num_tokens=arrival.num_tokens,
                 tokens_digest=digest_of(arrival.cache_name, arrival.ids),
             )
             self._tell(arrival.transfer_id, target, None)
-            await together([self._written(rank, arrival) for rank in self._stream.rank_streams])
+            await together([self._written(ranks[part.receiver], arrival, part) for part in parts])
             if arrivals.written(state, arrival):
                 await self._commit(state, arrival)
         except (MeshError, TimeoutError) as error:
@@ -124,22 +129,26 @@ class TransferCalls:
         finally:
             self._changed()
 
-    async def _prepare(self, rank: WorkerStream, arrival: Arrival) -> worker_pb2.PrepareTransferResponse:
+    async def _prepare(
+        self, rank: WorkerStream, arrival: Arrival, part: RankPart
+    ) -> worker_pb2.PrepareTransferResponse:
         request = worker_pb2.PrepareTransferRequest(
-            transfer_id=arrival.transfer_id,
+            transfer_id=part.transfer_id,
             epoch=rank.epoch,
             instance_id=rank.instance_id,
             num_tokens=arrival.num_tokens,
             first_token=arrival.first_token,
             lease_ms=_LEASE_MS,
-            kv=rank.transfer_kv,
+            kv=part.kv(rank.transfer_kv),
         )
-        return await rank.transport.prepare_transfer(request)
+        prepared = await rank.transport.prepare_transfer(request)
+        prepared.writer_rank = part.writer
+        return prepared
 
-    async def _written(self, rank: WorkerStream, arrival: Arrival) -> None:
-        """Returns when a rank has all of it."""
+    async def _written(self, rank: WorkerStream, arrival: Arrival, part: RankPart) -> None:
+        """Returns when a rank has all of a part."""
         async for answer in rank.transport.watch_transfer(
-            worker_pb2.WatchTransferRequest(transfer_id=arrival.transfer_id)
+            worker_pb2.WatchTransferRequest(transfer_id=part.transfer_id)
         ):
             self._planner.arrivals.progressed(arrival, self._clock())
             if answer.state == worker_pb2.TRANSFER_STATE_WRITTEN:
@@ -154,7 +163,8 @@ class TransferCalls:
         was_granted = True
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                answers = await together([_committed(rank, state, arrival) for rank in self._stream.rank_streams])
+                ranks = enumerate(self._stream.rank_streams)
+                answers = await together([_committed(rank, state, arrival, number) for number, rank in ranks])
             is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
             was_granted = any(a is not None for a in answers)
             is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
@@ -165,31 +175,51 @@ class TransferCalls:
             )
 
     async def _renew(self) -> None:
-        while ids := self._planner.arrivals.live_ids():
+        while live := self._planner.arrivals.live():
+            parts = [part for arrival in live for part in arrival.parts]
             try:
                 await together(
                     [
                         rank.transport.renew_transfers(
                             worker_pb2.RenewTransfersRequest(
-                                epoch=rank.epoch, instance_id=rank.instance_id, transfer_ids=ids, lease_ms=_LEASE_MS
+                                epoch=rank.epoch,
+                                instance_id=rank.instance_id,
+                                transfer_ids=[part.transfer_id for part in parts if part.receiver == number],
+                                lease_ms=_LEASE_MS,
                             )
                         )
-                        for rank in self._stream.rank_streams
+                        for number, rank in enumerate(self._stream.rank_streams)
                     ]
                 )
             except MeshError as error:
                 log.info("leases_not_renewed", error=str(error))
             await asyncio.sleep(_RENEW_S)
 
-    async def _abort(self, transfer_id: str, behind: asyncio.Task[bool] | None = None) -> None:
+    async def _abort_arrival(self, arrival: Arrival) -> None:
+        await self._abort([(part.receiver, part.transfer_id) for part in arrival.parts])
+
+    async def _abort_sent(self, target: KvTarget, behind: asyncio.Task[bool] | None = None) -> None:
         """behind: a chunk that is on its way to the workers: ahead of it the abort would find nothing."""
         if behind is not None:
             await asyncio.wait((behind,))
-        request = worker_pb2.AbortTransferRequest(transfer_id=transfer_id)
         try:
-            await together([rank.transport.abort_transfer(request) for rank in self._stream.rank_streams])
+            parts = _target_parts(target)
+        except MeshError:
+            return  # Nothing of it was ever begun.
+        await self._abort([(part.writer, part.region.transfer_id) for part in parts])
+
+    async def _abort(self, transfers: list[tuple[int, str]]) -> None:
+        """By rank and id."""
+        ranks = self._stream.rank_streams
+        aborts = [
+            ranks[rank].transport.abort_transfer(worker_pb2.AbortTransferRequest(transfer_id=transfer_id))
+            for rank, transfer_id in transfers
+            if rank < len(ranks)
+        ]
+        try:
+            await together(aborts)
         except MeshError as error:
-            log.info("transfer_not_aborted", transfer=transfer_id, error=str(error))
+            log.info("transfers_not_aborted", transfers=[name for _, name in transfers], error=str(error))
 
     def _sent(self, transfer_id: str, task: asyncio.Task[bool]) -> None:
         if self._sending.get(transfer_id) is task:
@@ -201,15 +231,20 @@ class TransferCalls:
         try:
             if before is not None and not await before:
                 raise _failed("a chunk ahead of it was not sent")
-            if len(target.regions) != len(ranks):
-                raise _failed(f"{len(target.regions)} ranks wait for KV, {len(ranks)} have it: give both sides as many")
-            parts = zip(ranks, target.regions, target.addresses, strict=True)
+            parts = _target_parts(target)
+            if max(part.writer for part in parts) >= len(ranks):
+                raise _failed(f"KV is wanted of more ranks than there are, {len(ranks)}: restart the router")
             async with asyncio.timeout(_TIMEOUT_S):
-                await together([rank.transport.start_transfer(_start_of(rank, handover, r, a)) for rank, r, a in parts])
+                await together(
+                    [
+                        ranks[part.writer].transport.start_transfer(_start_of(ranks[part.writer], handover, part))
+                        for part in parts
+                    ]
+                )
         except (MeshError, TimeoutError, ValueError) as error:
             log.info("kv_not_sent", transfer=target.transfer_id, error=str(error) or "timeout")
             if handover.first_token != target.first_token:
-                await self._abort(target.transfer_id)
+                await self._abort_sent(target)
             return False
         finally:
             self._planner.handovers.released(handover, self._planner.state)
@@ -218,12 +253,14 @@ class TransferCalls:
 
 
 async def _committed(
-    rank: WorkerStream, state: EpochState, arrival: Arrival
+    rank: WorkerStream, state: EpochState, arrival: Arrival, number: int
 ) -> worker_pb2.CommitTransferResponse | None:
     """None: the worker has not touched the pages, since the transfer was over before (its lease ran out)."""
     held = arrival.held.pages
+    transfer_id, *others = (part.transfer_id for part in arrival.parts if part.receiver == number)
     request = worker_pb2.CommitTransferRequest(
-        transfer_id=arrival.transfer_id,
+        transfer_id=transfer_id,
+        other_transfer_ids=others,
         epoch=rank.epoch,
         instance_id=rank.instance_id,
         # Slots that were freed are released by the next plan, and what was evicted is saved by it.
@@ -243,22 +280,38 @@ async def _committed(
         return None
 
 
-def _start_of(rank: WorkerStream, handover: Handover, region: bytes, address: str) -> worker_pb2.StartTransferRequest:
-    """Raises TRANSFER_FAILED for bytes that are no region."""
-    try:
-        prepared = worker_pb2.PrepareTransferResponse.FromString(region)
-    except Exception as error:
-        raise _failed("a region of the target cannot be read: check the versions of both ends") from error
+class _TargetPart(NamedTuple):
+    """A region of a target, and the rank of this group that writes it."""
+
+    writer: int
+    region: worker_pb2.TransferRegion
+    address: str
+
+
+def _target_parts(target: KvTarget) -> list[_TargetPart]:
+    """Raises TRANSFER_FAILED for bytes that are no region. Of an older scheduler, rank i writes to rank i."""
+    parts = []
+    for number, (region, address) in enumerate(zip(target.regions, target.addresses, strict=True)):
+        try:
+            prepared = worker_pb2.PrepareTransferResponse.FromString(region)
+        except Exception as error:
+            raise _failed("a region of the target cannot be read: check the versions of both ends") from error
+        writer = prepared.writer_rank if prepared.HasField("writer_rank") else number
+        parts.append(_TargetPart(writer, prepared.region, address))
+    return parts
+
+
+def _start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> worker_pb2.StartTransferRequest:
     return worker_pb2.StartTransferRequest(
-        transfer_id=handover.target.transfer_id,
+        transfer_id=part.region.transfer_id,
         epoch=rank.epoch,
         instance_id=rank.instance_id,
         source_pages=pack_ints(handover.pages),
         source_generations=pack_ints(handover.generations),
         num_tokens=handover.num_tokens,
         first_token=handover.first_token,
-        region=prepared.region,
-        address=address,
+        region=part.region,
+        address=part.address,
         is_last=handover.is_last,
     )
 

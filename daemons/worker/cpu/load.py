@@ -11,6 +11,7 @@ import torch
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
@@ -116,6 +117,7 @@ def load_runner(
             dtype=pool_dtype,
             device=placement.device,
             scales=scales,
+            share=built.kv_heads and KvShare(*built.kv_heads.share, built.kv_heads.total),
         )
     runner = CpuRunner(
         built.model,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
@@ -61,11 +62,11 @@ class CpuRunner(ModelRunner):
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
+        self.kv_share = pool.share
         if group is not None and group.size > 1:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
             self.kv_is_whole = pool.is_whole
             self.kv_layout += f";tp={'*' if self.kv_is_whole else group.rank}/{group.size}"
-            self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
@@ -215,12 +216,12 @@ class CpuRunner(ModelRunner):
             self._drafter.copied(source, target, num_tokens)
 
     @torch.inference_mode()
-    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
-        return self.pool.read_tokens(torch.from_numpy(indexes)).numpy()
+    def read_kv(self, indexes: IntArray, part: KvShare | None = None) -> npt.NDArray[np.uint8]:
+        return self.pool.read_tokens(torch.from_numpy(indexes), part).numpy()
 
     @torch.inference_mode()
-    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        self.pool.write_tokens(torch.from_numpy(indexes), torch.from_numpy(data))
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
+        self.pool.write_tokens(torch.from_numpy(indexes), torch.from_numpy(data), part)
         if self._drafter is not None:
             self._drafter.received(indexes)
 

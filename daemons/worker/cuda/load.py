@@ -12,6 +12,7 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
@@ -268,6 +269,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             dtype=attention.kv_dtype,
             device=where,
             scales=loaded.kv_scales,
+            share=model.kv_heads and KvShare(*model.kv_heads.share, model.kv_heads.total),
         )
         device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
@@ -301,10 +303,18 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
-        + network_work_bytes(loaded.network, settings, limits.max_total_len),
+        + network_work_bytes(loaded.network, settings, limits.max_total_len)
+        + _dispatch_bytes(loaded),
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)
+
+
+def _dispatch_bytes(loaded: ModelOnDevice) -> int:
+    shared, model = loaded.experts, loaded.model
+    if shared is None:
+        return 0
+    return shared.dispatch.buffer_bytes(shared.placed.slots_per_rank(model.num_experts), model.hidden_size)
 
 
 def _check_rows(settings: DeviceSettings) -> None:

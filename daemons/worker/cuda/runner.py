@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -115,12 +116,12 @@ class DeviceRunner(ModelRunner):
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.kv_token_bytes, self.kv_token_layout = pool.token_bytes, pool.token_layout_name
+        self.kv_share = pool.share
         self._group, self._experts = group, experts
         if group is not None:
             # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
             self.kv_is_whole = pool.is_whole
             self.kv_layout += f";tp={'*' if self.kv_is_whole else group.rank}/{group.size}"
-            self.kv_token_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
         self.tasks = model.tasks
@@ -389,18 +390,18 @@ class DeviceRunner(ModelRunner):
                 self._network.copied(source, target, num_tokens)
 
     @torch.inference_mode()
-    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+    def read_kv(self, indexes: IntArray, part: KvShare | None = None) -> npt.NDArray[np.uint8]:
         # Behind the steps that were launched: the copy to the host waits for them, and for itself.
         with self.device.in_order():
             tokens = torch.from_numpy(indexes).to(self.device.torch_device)
-            return self.pool.read_tokens(tokens).cpu().numpy()
+            return self.pool.read_tokens(tokens, part).cpu().numpy()
 
     @torch.inference_mode()
-    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
         # From memory that is not pinned the copy to the device returns when the source may change.
         with self.device.in_order():
             tokens = torch.from_numpy(indexes).to(self.device.torch_device)
-            self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device))
+            self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device), part)
             if self._network is not None:
                 self._network.received(tokens)
 

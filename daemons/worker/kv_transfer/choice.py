@@ -19,17 +19,25 @@ class TransferTransport(StrEnum):
 
     GRPC = "grpc"
     SHARED_MEMORY = "shared_memory"
+    NIXL = "nixl"
 
 
 def make_transport(
     kind: TransferTransport,
     tls: TlsFiles | None = None,
     *,
+    staging_bytes: int = 0,
     before_last_word: Callable[[], Awaitable[None]] | None = None,
 ) -> KvTransport:
-    """Raises UNSUPPORTED where this machine has none of that kind. before_last_word: awaited by every writer."""
+    """Raises UNSUPPORTED where this machine has none of that kind. staging_bytes: of its regions and send buffers.
+    before_last_word: awaited by every writer."""
     if kind is TransferTransport.GRPC:
         return GrpcTransport(tls, before_last_word=before_last_word)
+    if kind is TransferTransport.NIXL:
+        # Imported where it is asked for: the library is an extra of the installation.
+        from radixmesh.daemons.worker.kv_transfer.nixl_transport import NixlTransport
+
+        return NixlTransport(tls, staging_bytes=staging_bytes, before_last_word=before_last_word)
     if not hasattr(os, "memfd_create"):
         message = "shared memory for KV transfers is Linux's: choose --transfer-transport grpc"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "shared_memory"})

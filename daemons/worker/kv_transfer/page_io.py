@@ -3,13 +3,16 @@ there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of, has_stamps
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
@@ -32,8 +35,19 @@ class Target:
     namespace: str
 
 
-def gather(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, memory: ByteArray) -> None:
-    """Copies tokens of consecutive pages, int32, counted from the first page on, to memory, as they lie in a region.
+class WrittenPart(NamedTuple):
+    """A region's bytes, the stamp that they have to carry, and the heads that they are of."""
+
+    memory: ByteArray
+    stamp: bytes
+    share: KvShare
+
+
+def gather(
+    executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, memory: ByteArray, part: KvShare
+) -> None:
+    """Copies heads of tokens of consecutive pages, int32, counted from the first page on, to memory, as they lie in a
+    region.
 
     Raises PAGE_CONFLICT for a page that does not hold what the caller takes it for.
     """
@@ -44,20 +58,21 @@ def gather(executor: StepExecutor, pages: IntArray, generations: IntArray, token
     held[-1] += len(pages) * size - tokens.stop
     if (records.generations[pages] != generations).any() or (held < size).any():
         raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
-    token_bytes = runner.kv_token_bytes
+    token_bytes = runner.kv_part_bytes(part)
     for chunk in chunks_of(len(tokens), token_bytes, _tokens_at_a_time(token_bytes)):
-        data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size))
+        data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size), part)
         start = chunk.offset - STAMP_BYTES
         memory[start : start + chunk.num * token_bytes] = data
 
 
-def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: bytes) -> Failure:
-    """Copies a region's tokens to pages, and says afterwards whether they are what was sent.
+def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
+    """Copies the tokens of regions to pages, and says afterwards whether they are what was sent. The regions hold the
+    same tokens, of different heads.
 
     The pages are granted in any case, and their records are empty unless they are.
     """
     records, runner, size = executor.records, executor.runner, executor.limits.page_size
-    pages, num_tokens, token_bytes = target.pages, len(target.ids), runner.kv_token_bytes
+    pages, num_tokens = target.pages, len(target.ids)
     is_known = -1 <= target.previous_page < executor.limits.num_pages
     if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
         return Failure.PAGES
@@ -74,15 +89,29 @@ def scatter(executor: StepExecutor, target: Target, memory: ByteArray, stamp: by
         return Failure.PAGES
     if ((target.ids < 0) | (target.ids >= executor.limits.vocab_size)).any():
         return Failure.PAGES
-    for chunk in chunks_of(num_tokens, token_bytes, _tokens_at_a_time(token_bytes)):
-        data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
-        runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, size), data)
+    if not _are_all_heads(runner.kv_share, parts):
+        return Failure.PAGES
+    for memory, _, share in parts:
+        token_bytes = runner.kv_part_bytes(share)
+        for chunk in chunks_of(num_tokens, token_bytes, _tokens_at_a_time(token_bytes)):
+            data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
+            runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, size), data, share)
     # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
-    if not has_stamps(memory, stamp):
+    if not all(has_stamps(part.memory, part.stamp) for part in parts):
         return Failure.STAMP
     at = np.arange(num_tokens, dtype=np.int32)
     records.extend(pages[at // size], at % np.int32(size), target.ids)
     return Failure.NONE
+
+
+def _are_all_heads(share: KvShare, parts: Sequence[WrittenPart]) -> bool:
+    """True if they bring each head of a rank, once."""
+    start = share.start
+    for part in sorted(parts, key=lambda part: part.share):
+        if part.share.start != start or not share.has(part.share):
+            return False
+        start = part.share.stop
+    return start == share.stop
 
 
 def _tokens_at_a_time(token_bytes: int) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, Reception
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, RegionMemory
@@ -22,7 +24,17 @@ MAX_TRANSFER_ID_BYTES = 64
 class Region:
     """A staging region with the lifecycle of its transfer. held: None once it is given back."""
 
-    def __init__(self, key: RegionKey, held: RegionMemory, reception: Reception, first_token: int, num_tokens: int):
+    def __init__(
+        self,
+        key: RegionKey,
+        held: RegionMemory,
+        reception: Reception,
+        first_token: int,
+        num_tokens: int,
+        part: KvShare = WHOLE_KV,
+    ) -> None:
+        """part: heads whose KV comes."""
+        self.part = part
         self.key = key
         self.held: RegionMemory | None = held
         self.num_bytes = len(held.array)
@@ -82,6 +94,10 @@ class TransferReceiver:
         regions = tuple(self._regions.values())
         return sum(region.num_bytes for region in regions if region.reception.is_quarantined)
 
+    def quarantined(self, most: int) -> list[str]:
+        """Transfer ids of such regions."""
+        return [name for name, region in self._regions.items() if region.reception.is_quarantined][:most]
+
     def get(self, transfer_id: str) -> Region:
         """Raises TRANSFER_FAILED for one that is not known, or not any more."""
         region = self._regions.get(transfer_id)
@@ -92,14 +108,22 @@ class TransferReceiver:
         return region
 
     def prepare(
-        self, transfer_id: str, epoch: int, *, first_token: int, num_tokens: int, token_bytes: int, lease_s: float
+        self,
+        transfer_id: str,
+        epoch: int,
+        *,
+        first_token: int,
+        num_tokens: int,
+        token_bytes: int,
+        lease_s: float,
+        part: KvShare = WHOLE_KV,
     ) -> Region:
-        """Reserves a region; one that is prepared already gets a longer lease. Raises INVALID_ARGUMENT or
-        OVERLOADED."""
+        """Reserves a region for tokens of `part`; one that is prepared already gets a longer lease. Raises
+        INVALID_ARGUMENT or OVERLOADED."""
         until = self._clock() + lease_s
         region = self._regions.get(transfer_id)
         if region is not None:
-            if region.key.epoch != epoch or region.num_tokens != num_tokens:
+            if (region.key.epoch, region.num_tokens, region.part) != (epoch, num_tokens, part):
                 message = f"the transfer {transfer_id!r} is another one here: choose another id"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "transfer_id"})
             region.reception.renew(until)
@@ -128,7 +152,7 @@ class TransferReceiver:
             epoch=epoch,
         )
         reception = Reception(until, writes_are_seen=held.writes_are_seen)
-        region = self._regions[transfer_id] = Region(key, held, reception, first_token, num_tokens)
+        region = self._regions[transfer_id] = Region(key, held, reception, first_token, num_tokens, part)
         return region
 
     def renew(self, transfer_ids: Iterable[str], epoch: int, lease_s: float) -> int:
@@ -143,13 +167,16 @@ class TransferReceiver:
 
     # From writers.
 
-    def open(self, key: RegionKey, num_bytes: int, writer: str) -> Region:
-        """A writer begins. Raises TRANSFER_FAILED unless the region is there, just that one, and nobody's yet."""
+    def open(self, key: RegionKey, num_bytes: int, writer: str, process: HostProcess | None = None) -> Region:
+        """A writer begins; process: it writes to the memory by itself. Raises TRANSFER_FAILED unless the region is
+        there, just that one, and nobody's yet."""
         region = self._regions.get(key.transfer_id)
         if region is None or region.key != key or region.num_bytes != num_bytes:
             raise _failed("the region is not here any more: its transfer is over", Failure.NONE)
         if not writer or not region.reception.begin_write(writer):
             raise _failed("the region takes no writer: it has one, or its transfer is over", region.reception.failure)
+        if process is not None and region.held is not None:
+            region.held.let_in(process)
         region.notify()
         return region
 
@@ -203,11 +230,14 @@ class TransferReceiver:
         region.reception.scattered(failure)
         self._settle(region)
 
-    def abort(self, transfer_id: str) -> None:
-        """Ends a transfer. Unknown ids are fine."""
+    def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
+        """Ends a transfer. is_writer_gone: somebody answers for that its writer cannot write any more. Unknown ids are
+        fine."""
         region = self._regions.get(transfer_id)
         if region is not None:
             region.reception.abort()
+            if is_writer_gone:
+                region.reception.writer_gone(region.reception.writer)
             self._settle(region)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Emission
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, StagingPool
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, checksum_of
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, SendBuffer, checksum_of
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -30,9 +30,10 @@ _NEXT_CHUNK_S = 120.0
 class Chunk:
     """Gathered tokens that wait for their turn. offset: in the region."""
 
-    def __init__(self, offset: int, memory: ByteArray, *, is_last: bool) -> None:
+    def __init__(self, offset: int, buffer: SendBuffer, *, is_last: bool) -> None:
         self.offset = offset
-        self.memory = memory
+        self.buffer = buffer
+        self.memory = buffer.array
         self.is_last = is_last
         self.emission = Emission()
 
@@ -47,6 +48,7 @@ class KvSender:
         stamp: bytes,
         epoch: int,
         pool: StagingPool,
+        transport: KvTransport,
         on_over: Callable[[KvSender, bool, int, float], None],
     ) -> None:
         self.region = region
@@ -55,6 +57,7 @@ class KvSender:
         self._address = address
         self._stamp = np.frombuffer(stamp, np.uint8)
         self._pool = pool
+        self._transport = transport
         self._on_over = on_over
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -89,13 +92,13 @@ class KvSender:
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         size = num_tokens * token_bytes
         offset = STAMP_BYTES + (first_token - self.region.first_token) * token_bytes
-        self._pool.take(size)
+        chunk = Chunk(offset, self._new_buffer(size), is_last=is_last)
         self.next_token = end
-        chunk = Chunk(offset, np.empty(size, np.uint8), is_last=is_last)
         try:
             await gather(chunk.memory)
         except BaseException:
             chunk.emission.abort()
+            chunk.buffer.close()
             self._pool.give_back(size)
             self.cancel()
             raise
@@ -109,10 +112,10 @@ class KvSender:
         """True if nothing more is sent."""
         return self._is_ended
 
-    def start(self, transport: KvTransport, writer: str) -> None:
+    def start(self, writer: str) -> None:
         """Begins to write."""
         self._began = time.monotonic()
-        self._task = asyncio.ensure_future(self._run(transport, writer))
+        self._task = asyncio.ensure_future(self._run(writer))
         # A task that is cancelled before it runs has no last line.
         self._task.add_done_callback(self._over)
 
@@ -123,9 +126,19 @@ class KvSender:
         else:
             self._is_ended = True
 
-    async def _run(self, transport: KvTransport, writer: str) -> None:
+    def _new_buffer(self, size: int) -> SendBuffer:
+        """Raises OVERLOADED or NEVER_FITS."""
+        self._pool.take(size)
         try:
-            async with transport.open(self._address, self.region, writer) as target:
+            return self._transport.new_buffer(size)
+        except MemoryError as error:
+            self._pool.give_back(size)
+            message = f"no memory for {size} bytes of KV: prefill where the request decodes"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"}) from error
+
+    async def _run(self, writer: str) -> None:
+        try:
+            async with self._transport.open(self._address, self.region, writer) as target:
                 await target.write(0, self._stamp)
                 checksum = checksum_of(self._stamp)
                 is_last = False
@@ -161,4 +174,5 @@ class KvSender:
         if is_sent:
             self._num_bytes += len(chunk.memory)
         assert chunk.emission.is_buffer_free
+        chunk.buffer.close()
         self._pool.give_back(len(chunk.memory))

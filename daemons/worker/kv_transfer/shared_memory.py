@@ -20,14 +20,13 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.host_process import host_name
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory
 from radixmesh.worker.v1 import worker_pb2
@@ -38,13 +37,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COPY_BYTES = 16 << 20
 # Its own, and that of its mapping. Half of all files are left to connections, and to what else is open.
 _FILES_A_REGION = 2
-
-
-@cache
-def host_name() -> str:
-    """Equal for processes that can name each other's process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class SharedMemory(RegionMemory):

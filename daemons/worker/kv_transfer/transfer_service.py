@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import (
@@ -28,7 +29,7 @@ from radixmesh.daemons.worker.kv_transfer.transport import (
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 # A receiver that takes nothing for so long is stopped, or gone without a word.
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 _MAX_DATA_BYTES = 4 << 20
 
 
@@ -45,7 +46,7 @@ class GrpcTransport(KvTransport):
         self,
         tls: TlsFiles | None = None,
         *,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = PATIENCE_S,
         before_last_word: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._tls = tls
@@ -98,10 +99,18 @@ class GrpcWriter(KvWriter):
         self._transport = transport
         self._call = call
         self._request = first
+        self.is_answered = False
+        """The receiver has heard the last word."""
 
     async def begin(self) -> None:
         """Tells who writes, for a writer whose data goes another way."""
         await self._write()
+
+    async def ask(self, process: HostProcess) -> None:
+        """Asks to write to the region's memory from this process; returns when it may. Raises TRANSFER_FAILED."""
+        self._request.writer_process.CopyFrom(worker_pb2.HostProcess(**process._asdict()))
+        await self._write()
+        await self._transport.answer_of(self._call)
 
     async def wrote(self, num_bytes: int) -> None:
         """Tells progress on another way."""
@@ -122,6 +131,7 @@ class GrpcWriter(KvWriter):
         with suppress(asyncio.InvalidStateError):
             await self._transport.written(self._call, self._request)
         await self._transport.answer_of(self._call)
+        self.is_answered = True
 
     async def _write(self) -> None:
         try:
@@ -136,22 +146,27 @@ class GrpcWriter(KvWriter):
 
 async def receive(
     transfers: KvTransfers, requests: AsyncIterator[worker_pb2.WriteTransferRequest]
-) -> worker_pb2.WriteTransferResponse:
-    """Copies what a writer sends into its region, until its last word. Raises TRANSFER_FAILED or MISSING_FIELD."""
+) -> AsyncGenerator[worker_pb2.WriteTransferResponse, None]:
+    """Copies what a writer sends into its region, until its last word; answers that, and before it a writer that asks
+    for the memory itself. Raises TRANSFER_FAILED or MISSING_FIELD."""
     first = await anext(requests, None)
     if first is None or not first.HasField("region"):
         message = "a writer begins with the region that it writes to"
         raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "region"})
     check_peer_names(transfer_id=first.region.transfer_id, instance_id=first.region.instance_id, writer=first.writer)
-    region, writer = transfers.open(first.region, first.writer), first.writer
+    process = _process_of(first)
+    region, writer = transfers.open(first.region, first.writer, process), first.writer
     reading: asyncio.Future[worker_pb2.WriteTransferRequest | None] | None = None
     try:
+        if process is not None:
+            yield worker_pb2.WriteTransferResponse()
         request: worker_pb2.WriteTransferRequest | None = first
         del first
         while request is not None:
             await _take(transfers, region, writer, request)
             if request.last_word:
-                return worker_pb2.WriteTransferResponse()
+                yield worker_pb2.WriteTransferResponse()
+                return
             reading = asyncio.ensure_future(_next(requests))
             request = None
             # A region that is given up waits for no writer: that may be stopped.
@@ -168,6 +183,15 @@ async def receive(
         if reading is not None:
             reading.cancel()
         transfers.receiver.stream_over(region, writer)
+
+
+def _process_of(first: worker_pb2.WriteTransferRequest) -> HostProcess | None:
+    """The process that asks for the region's memory; None: it does not. Raises INVALID_ARGUMENT."""
+    if not first.HasField("writer_process"):
+        return None
+    process = first.writer_process
+    check_peer_names(host=process.host)
+    return HostProcess(process.host, process.pid, process.started)
 
 
 async def _take(transfers: KvTransfers, region: Region, writer: str, request: worker_pb2.WriteTransferRequest) -> None:

@@ -13,9 +13,12 @@ from typing import TypeVar
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
+from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, gather, scatter
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, gather, scatter
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
@@ -32,6 +35,7 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.002
+_MOST_NAMED = 64
 
 
 class KvTransfers:
@@ -78,10 +82,7 @@ class KvTransfers:
         executor = self._executor
         if executor is None or self._transport is None or not executor.runner.kv_token_bytes or not self._digest:
             return None
-        runner = executor.runner
-        return worker_pb2.KvFormat(
-            weights_digest=self._digest, kv_dtype=runner.kv_dtype, kv_layout=runner.kv_token_layout
-        )
+        return format_of(executor.runner, self._digest, executor.runner.kv_share)
 
     def counts(self) -> worker_pb2.TransferCounts | None:
         """For operators; None: there are no transfers here."""
@@ -95,6 +96,7 @@ class KvTransfers:
             num_sent=self.num_sent,
             num_received=self.num_received,
             num_failed=self.num_failed,
+            quarantined=self.receiver.quarantined(_MOST_NAMED),
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -109,13 +111,14 @@ class KvTransfers:
         TRANSFER_FAILED."""
         self._require_offered()
         self._check_holder(request.epoch, request.instance_id)
-        executor, kv = self._offered(request.kv)
+        executor, part = self._offered(request.kv)
         region = self.receiver.prepare(
             request.transfer_id,
             request.epoch,
             first_token=request.first_token,
             num_tokens=request.num_tokens,
-            token_bytes=executor.runner.kv_token_bytes,
+            token_bytes=executor.runner.kv_part_bytes(part),
+            part=part,
             lease_s=_lease_s(request.lease_ms),
         )
         if self._ticking is None:
@@ -129,7 +132,7 @@ class KvTransfers:
             first_token=region.first_token,
             num_tokens=region.num_tokens,
             num_bytes=region.num_bytes,
-            kv=kv,
+            kv=request.kv,
         )
         if region.held is not None:
             region.held.describe(answer)
@@ -152,9 +155,9 @@ class KvTransfers:
         """
         self._check_holder(request.epoch, request.instance_id)
         region, transport = request.region, self._transport
-        executor, _ = self._offered(region.kv)
+        executor, part = self._offered(region.kv)
         assert transport is not None
-        token_bytes, first_token = executor.runner.kv_token_bytes, request.first_token
+        token_bytes, first_token = executor.runner.kv_part_bytes(part), request.first_token
         if not region.num_tokens or region_bytes(region.num_tokens, token_bytes) != region.num_bytes:
             message = (
                 f"{region.num_bytes} bytes are no region of {region.num_tokens} tokens: send it as it was prepared"
@@ -167,7 +170,7 @@ class KvTransfers:
 
         def job(memory: ByteArray) -> None:
             with self._figures.timed("gather", len(memory)):
-                gather(executor, pages, generations, tokens, memory)
+                gather(executor, pages, generations, tokens, memory, part)
 
         async def gathered(memory: ByteArray) -> None:
             await self._to_the_end(lambda: job(memory))
@@ -179,7 +182,7 @@ class KvTransfers:
                 message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
             stamp = _key_of(region).stamp()
-            sender = KvSender(region, request.address, stamp, request.epoch, self.staging, self._sent)
+            sender = KvSender(region, request.address, stamp, request.epoch, self.staging, transport, self._sent)
         elif sender.region != region or sender.epoch != request.epoch:
             message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
@@ -192,11 +195,12 @@ class KvTransfers:
                 self._senders.pop(region.transfer_id, None)
             raise
         if is_new:
-            sender.start(transport, self._instance_id)
+            sender.start(self._instance_id)
 
-    def abort(self, transfer_id: str) -> None:
-        """Ends a transfer, whichever end of it this is. Unknown ids are fine."""
-        self.receiver.abort(transfer_id)
+    def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
+        """Ends a transfer, whichever end of it this is. is_writer_gone: as of TransferReceiver.abort(). Unknown ids are
+        fine."""
+        self.receiver.abort(transfer_id, is_writer_gone=is_writer_gone)
         if (sender := self._senders.get(transfer_id)) is not None:
             sender.cancel()
 
@@ -210,8 +214,12 @@ class KvTransfers:
             self._figures.failed("not_sent")
 
     async def commit(self, request: worker_pb2.CommitTransferRequest) -> Failure:
-        """Scatters a written region into pages, behind a step. Raises EPOCH_FENCED or TRANSFER_FAILED."""
+        """Scatters written regions into pages, behind a step. Raises EPOCH_FENCED, INVALID_ARGUMENT or
+        TRANSFER_FAILED."""
         self._check_holder(request.epoch, request.instance_id)
+        regions = [
+            self.receiver.get(name) for name in dict.fromkeys((request.transfer_id, *request.other_transfer_ids))
+        ]
         executor = self._executor
         assert executor is not None, "a region was prepared"
         target = Target(
@@ -221,9 +229,9 @@ class KvTransfers:
             ids=unpack_ints(request.ids, "ids"),
             namespace=request.cache_namespace,
         )
-        region = self.receiver.get(request.transfer_id)
-        if len(target.pages) != len(target.generations) or len(target.ids) != region.num_tokens:
-            message = f"pages, generations and ids are not those of {region.num_tokens} tokens"
+        num_tokens = {region.num_tokens for region in regions}
+        if len(target.pages) != len(target.generations) or num_tokens != {len(target.ids)}:
+            message = f"pages, generations and ids are not those of {regions[0].num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
         try:
             async with asyncio.timeout(_AFTER_STEP_S):
@@ -233,23 +241,35 @@ class KvTransfers:
         except TimeoutError as error:
             message = f"step {request.after_step} did not come within {_AFTER_STEP_S:g} s: prefill again"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
-        memory = region.memory
-        if memory is None or region.key.epoch != request.epoch or not region.reception.begin_scatter():
-            name = region.reception.state.name.lower()
-            message = f"the transfer is {name}, not written: prefill again"
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"state": name})
+        parts = self._written_parts(regions, request.epoch)
         outcome = Failure.PAGES
 
         def job() -> None:
             nonlocal outcome
-            with self._figures.timed("scatter", len(memory)):
-                outcome = scatter(executor, target, memory, region.key.stamp())
+            with self._figures.timed("scatter", sum(len(part.memory) for part in parts)):
+                outcome = scatter(executor, target, parts)
 
         try:
             await self._to_the_end(job)
         finally:
-            self.receiver.scattered(region, outcome)
-        return region.reception.failure
+            for region in regions:
+                self.receiver.scattered(region, outcome)
+        # One that was given up while it was read has a reason of its own.
+        return next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
+
+    def _written_parts(self, regions: list[Region], epoch: int) -> list[WrittenPart]:
+        """Begins to read them, or none of them. Raises TRANSFER_FAILED."""
+        for region in regions:
+            if region.memory is None or region.key.epoch != epoch or region.reception.state is not ReceiveState.WRITTEN:
+                name = region.reception.state.name.lower()
+                message = f"the transfer is {name}, not written: prefill again"
+                raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"state": name})
+        parts = []
+        for region in regions:
+            is_begun = region.reception.begin_scatter()
+            assert is_begun and region.memory is not None, region.reception.state
+            parts.append(WrittenPart(region.memory, region.key.stamp(), region.part))
+        return parts
 
     async def watch(self, transfer_id: str) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
         """States of a transfer until it is written, or over. Raises TRANSFER_FAILED."""
@@ -270,10 +290,11 @@ class KvTransfers:
                 return
             await region.change()
 
-    def open(self, region: worker_pb2.TransferRegion, writer: str) -> Region:
-        """Another worker begins to write. Raises TRANSFER_FAILED."""
+    def open(self, region: worker_pb2.TransferRegion, writer: str, process: HostProcess | None = None) -> Region:
+        """Another worker begins to write; process: of a writer that asks for the memory itself. Raises
+        TRANSFER_FAILED."""
         self._offered(region.kv)
-        found = self.receiver.open(_key_of(region), region.num_bytes, writer)
+        found = self.receiver.open(_key_of(region), region.num_bytes, writer, process)
         found.opened_s = self._clock()
         return found
 
@@ -305,14 +326,11 @@ class KvTransfers:
         message = "KV transfer: not offered by this worker"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_transfer"})
 
-    def _offered(self, kv: worker_pb2.KvFormat) -> tuple[StepExecutor, worker_pb2.KvFormat]:
-        """Raises UNSUPPORTED, or TRANSFER_FAILED for KV of another format."""
-        ours = self._require_offered()
-        if kv != ours:
-            message = "the KV is of another model, type or layout than this worker's: run one release on both sides"
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"failure": "format"})
+    def _offered(self, kv: worker_pb2.KvFormat) -> tuple[StepExecutor, KvShare]:
+        """Heads of KV that a transfer brings or takes. Raises UNSUPPORTED, or TRANSFER_FAILED for another format."""
+        part = part_of(self._require_offered(), kv)
         assert self._executor is not None
-        return self._executor, ours
+        return self._executor, part
 
     def _over(self, region: Region) -> None:
         if region.reception.failure is Failure.NONE:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.worker.v1 import worker_pb2
 
 ByteArray = npt.NDArray[np.uint8]
 
 # Bytes of one write: an event loop copies as many in about a tenth of a millisecond.
 WRITE_BYTES = 1 << 20
+
+
+class SendBuffer(NamedTuple):
+    """Memory that a chunk is gathered to. close: nothing reads it any more; called once."""
+
+    array: ByteArray
+    close: Callable[[], None]
 
 
 class RegionMemory:
@@ -30,6 +40,9 @@ class RegionMemory:
 
     def describe(self, region: worker_pb2.TransferRegion) -> None:
         """Adds to what a writer is told that by which it reaches this memory."""
+
+    def let_in(self, process: HostProcess) -> None:
+        """A process may write here from now on, as describe() says; others ask in vain."""
 
     def is_writer_gone(self) -> bool:
         """Keeps new writers out, from the first call on; True if that proves that none is left."""
@@ -59,14 +72,19 @@ class KvTransport(ABC):
     def new_memory(self, num_bytes: int) -> RegionMemory:
         """Memory of a region that others write to."""
 
+    def new_buffer(self, num_bytes: int) -> SendBuffer:
+        """Memory that writers may be given `data` from. Raises MemoryError."""
+        return SendBuffer(np.empty(num_bytes, np.uint8), lambda: None)
+
     @abstractmethod
     def open(
         self, address: str, region: worker_pb2.TransferRegion, writer: str
     ) -> AbstractAsyncContextManager[KvWriter]:
         """A writer of the region of the worker at `address`. writer: instance id of this process.
 
-        Raises MeshError where there is no way there. When it is left, nothing of this process writes there any more;
-        if done() was not called, the receiver learns that the transfer has failed.
+        Raises MeshError where there is no way there. When it is left, nothing of this process writes there any more, or
+        the receiver keeps the region until that is so; if done() was not called, it learns that the transfer has
+        failed.
         """
 
     async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:

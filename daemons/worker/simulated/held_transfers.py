@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
@@ -79,8 +80,8 @@ def hold_scatters(runner: ModelRunner, holds: TransferHolds) -> None:
     """SCATTERING: KV is in the pages, the stamps are not looked at yet."""
     write_kv = runner.write_kv
 
-    def write_and_wait(indexes: IntArray, data: ByteArray) -> None:
-        write_kv(indexes, data)
+    def write_and_wait(indexes: IntArray, data: ByteArray, part: KvShare | None = None) -> None:
+        write_kv(indexes, data, part)
         holds.block(FaultKind.SCATTERING)
 
     runner.write_kv = write_and_wait  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.host_segment import HostSegment
@@ -80,10 +81,10 @@ class SimulatedRunner(ModelRunner):
         size = self.page_size
         self.kv[target * size : target * size + num_tokens] = self.kv[source * size : source * size + num_tokens]
 
-    def read_kv(self, indexes: IntArray) -> npt.NDArray[np.uint8]:
+    def read_kv(self, indexes: IntArray, part: KvShare | None = None) -> npt.NDArray[np.uint8]:
         return self.kv[indexes].view(np.uint8)
 
-    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8]) -> None:
+    def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
         self.kv[indexes] = data.view(np.uint64)
 
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:

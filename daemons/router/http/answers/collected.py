@@ -33,6 +33,15 @@ class LogprobRun:
             run.add(logprobs)
         return run
 
+    def cut(self, num_top: int) -> LogprobRun:
+        """The same with at most so many alternatives a token."""
+        if num_top >= self.num_top:
+            return self
+        starts = range(0, len(self.top_ids), self.num_top)
+        ids = array("i", [token for at in starts for token in self.top_ids[at : at + num_top]])
+        values = array("f", [value for at in starts for value in self.top_values[at : at + num_top]])
+        return LogprobRun(values=self.values, num_top=num_top, top_ids=ids, top_values=values)
+
     def top(self, index: int) -> list[tuple[int, float]]:
         """Alternatives of the token at that index, most likely first."""
         start, end = index * self.num_top, (index + 1) * self.num_top

@@ -5,11 +5,17 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+import msgspec
+
 from radixmesh.daemons.router.http.answers.collected import LogprobRun
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.bodies.field_decoders import too_large
+from radixmesh.daemons.router.http.bodies.json_text import dump
 
 # JSON has no -inf; OpenAI writes this.
 _LEAST = -9999.0
+# Tokens of a prompt, times alternatives: about 20 MB of JSON, which hold the event loop for some tenths of a second.
+MAX_PROMPT_ENTRIES = 1 << 18
 
 
 def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dict[str, object]:
@@ -20,6 +26,26 @@ def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dic
         entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(index)]
         content.append(entry)
     return {"content": content, "refusal": None}
+
+
+def check_prompt_entries(num_tokens: int, num_top: int) -> None:
+    """num_tokens: of the prompts, each as often as it is told. Raises TOO_LARGE beyond MAX_PROMPT_ENTRIES."""
+    if (num := num_tokens * (1 + num_top)) > MAX_PROMPT_ENTRIES:
+        raise too_large("prompt_logprobs", "entries", num, MAX_PROMPT_ENTRIES)
+
+
+def prompt_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> msgspec.Raw:
+    """vLLM's form: for each token of a prompt, by id, its own logprob and the likeliest ones; null for the first, which
+    nothing predicts. rank: null for a token that is none of those. JSON, written once for all choices."""
+    told: list[dict[str, dict[str, object]] | None] = [None]
+    for index, token in enumerate(ids[1:]):
+        entries = {
+            str(other): _ranked(other, value, rank, table) for rank, (other, value) in enumerate(run.top(index), 1)
+        }
+        if str(token) not in entries:
+            entries[str(token)] = _ranked(token, run.values[index], None, table)
+        told.append(entries)
+    return msgspec.Raw(dump(told))
 
 
 class CompletionLogprobs:
@@ -63,6 +89,10 @@ class CompletionLogprobs:
         if not (self._skips_special and self._table.is_special(token)):
             self._offset += len(self._decoder.decode(self._table.data(token)))
         return offset
+
+
+def _ranked(token: int, value: float, rank: int | None, table: TokenTable) -> dict[str, object]:
+    return {"logprob": max(value, _LEAST), "rank": rank, "decoded_token": table.spelling(token)}
 
 
 def _entry(token: int, value: float, table: TokenTable) -> dict[str, object]:

@@ -15,7 +15,7 @@ from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.chat_choices import delta_of, finish_reason, message_of
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
-from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs
+from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs, check_prompt_entries, prompt_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason, usage_of
@@ -52,14 +52,23 @@ class ChatEndpoint:
             writer = ChatEvents(self._context, request_id, body, plan)
             return EventStream(self._context, [generate], writer, headers, constrained_by=by)
         (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
-        table = await self._context.tables.of(answer.resolved.model_identity) if body.logprobs else None
+        wants_table = body.logprobs or body.prompt_logprobs is not None
+        table = await self._context.tables.of(answer.resolved.model_identity) if wants_table else None
         told_ids = {"prompt_token_ids": prompt_ids_of(answer.resolved)} if body.return_token_ids else {}
+        told: dict[str, object] = {}
+        if table is not None and body.prompt_logprobs is not None and answer.prompt_logprobs is not None:
+            prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+            check_prompt_entries(len(prompt_ids), body.prompt_logprobs)
+            run = answer.prompt_logprobs.cut(body.prompt_logprobs)
+            told["prompt_logprobs"] = prompt_logprobs(prompt_ids, run, table)
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),
             **told_ids,
+            **told,
             "choices": [
                 {
-                    **_choice(output, plan.parser(answer.resolved, index), plan, index, table),
+                    **_choice(output, plan.parser(answer.resolved, index), plan, index, table, num_top),
                     **({"token_ids": output.ids.tolist()} if told_ids else {}),
                 }
                 for index, output in enumerate(answer.outputs)
@@ -172,14 +181,21 @@ def _head(request_id: str, kind: str, model: str) -> dict[str, object]:
 
 
 def _choice(
-    output: CollectedOutput, parser: ChatParser, plan: ChatPlan, index: int, table: TokenTable | None
+    output: CollectedOutput,
+    parser: ChatParser,
+    plan: ChatPlan,
+    index: int,
+    table: TokenTable | None,
+    num_top: int | None,
 ) -> dict[str, object]:
     ids: Sequence[int] = output.ids
     message = join(plan.shown([*parser.feed(output.text), *parser.finish()]))
     return {
         "index": index,
         "message": message_of(message),
-        "logprobs": chat_logprobs(ids, output.logprobs, table) if table is not None else None,
+        "logprobs": chat_logprobs(ids, output.logprobs.cut(num_top), table)
+        if table is not None and num_top is not None
+        else None,
         "finish_reason": finish_reason(output.ending, parser.num_calls),
         "stop_reason": stop_reason(output.ending),
     }

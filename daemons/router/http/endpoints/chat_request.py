@@ -15,7 +15,7 @@ from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.chat_input import read_chat
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
-from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Name, Uint32
+from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Name, Uint32, with_prompt_logprobs
 from radixmesh.daemons.router.http.endpoints.tool_fields import pack_use, read_tools, unpack_use
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -52,6 +52,7 @@ class ChatRequest(GenerationOptions):
     chat_template_kwargs: MaybeRaw = None
     chat: tokenizer_pb2.ChatInput | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Uint32 | None = None
     packed_use: list[object] | None = None
 
     @property
@@ -87,7 +88,10 @@ class ChatRequest(GenerationOptions):
     def to_generate(self) -> router_pb2.GenerateRequest:
         """The request without its id. Raises MeshError naming the field."""
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        request = self.to_request(max_tokens=most, num_top_logprobs=self._num_top_logprobs(), names=_NAMES)
+        own = self._num_top_logprobs()
+        names, num_top = with_prompt_logprobs(self.stream, self.prompt_logprobs, own, _NAMES)
+        wants_prompt = self.prompt_logprobs is not None
+        request = self.to_request(max_tokens=most, num_top_logprobs=num_top, prompt_logprobs=wants_prompt, names=names)
         assert self.chat is not None
         request.chat.CopyFrom(self.chat)
         return request

@@ -9,7 +9,7 @@ from radixmesh.daemons.router.http.bodies.body import Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
-from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Uint32
+from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Uint32, with_prompt_logprobs
 from radixmesh.daemons.router.http.endpoints.prompts import RawPrompts, context_of, requests_of, split_prompts
 from radixmesh.router.v1 import router_pb2
 
@@ -27,6 +27,7 @@ class CompletionRequest(GenerationOptions):
     logprobs: Uint32 | None = None
     best_of: Uint32 | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Uint32 | None = None
 
     @property
     def is_prompt_only(self) -> bool:
@@ -53,10 +54,11 @@ class CompletionRequest(GenerationOptions):
             raise unsupported("best_of", "best_of is not offered: ask for n outputs and choose")
         if self.stream and self.echo and (self.is_prompt_only or self.logprobs is not None):
             raise unsupported("echo", "echo with logprobs is not streamed: leave one of echo, logprobs and stream out")
+        names, num_top = with_prompt_logprobs(self.stream, self.prompt_logprobs, self.logprobs, _NAMES)
         max_tokens = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.to_request(
             max_tokens=1 if self.is_prompt_only else max_tokens,
-            num_top_logprobs=self.logprobs,
-            prompt_logprobs=bool(self.echo) and self.logprobs is not None,
-            names=_NAMES,
+            num_top_logprobs=num_top,
+            prompt_logprobs=self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None),
+            names=names,
         )

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, CollectedRequest, LogprobRun, raise_failure
-from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs
+from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs, check_prompt_entries, prompt_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
@@ -47,11 +47,19 @@ class CompletionEndpoint:
         answers = await run_whole(self._context, request, requests, constrained_by=body.constrained_by)
         if body.is_prompt_only:
             answers = [_without_output(answer) for answer in answers]
-        wants_table = body.logprobs is not None
+        wants_table = body.logprobs is not None or body.prompt_logprobs is not None
         table = await self._context.tables.of(answers[0].resolved.model_identity) if wants_table else None
+        if body.prompt_logprobs is not None:
+            told_tokens = [answer.resolved.num_prompt * len(answer.outputs) for answer in answers]
+            check_prompt_entries(sum(told_tokens), body.prompt_logprobs)
         choices: list[dict[str, object]] = []
         for answer, echo in zip(answers, echoes, strict=True):
-            made = [_choice(len(choices) + i, answer, i, echo, table) for i in range(len(answer.outputs))]
+            first = len(choices)
+            made = [_choice(first + i, answer, i, echo, table, body) for i in range(len(answer.outputs))]
+            if table is not None and body.prompt_logprobs is not None and answer.prompt_logprobs is not None:
+                prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+                told = prompt_logprobs(prompt_ids, answer.prompt_logprobs.cut(body.prompt_logprobs), table)
+                made = [{**choice, "prompt_logprobs": told} for choice in made]
             if body.return_token_ids:
                 _add_ids(made, answer)
             choices += made
@@ -162,13 +170,18 @@ def _head(request_id: str, model: str) -> dict[str, object]:
 
 
 def _choice(
-    index: int, answer: CollectedRequest, output_index: int, echo: str, table: TokenTable | None
+    index: int,
+    answer: CollectedRequest,
+    output_index: int,
+    echo: str,
+    table: TokenTable | None,
+    body: CompletionRequest,
 ) -> dict[str, object]:
     output = answer.outputs[output_index]
     return {
         "index": index,
         "text": echo + output.text,
-        "logprobs": None if table is None else _logprobs(answer, output, table),
+        "logprobs": None if table is None or body.logprobs is None else _logprobs(answer, output, table, body),
         "finish_reason": FINISH_REASONS[output.ending.reason],
         "stop_reason": stop_reason(output.ending),
     }
@@ -181,14 +194,17 @@ def _add_ids(choices: Sequence[dict[str, object]], answer: CollectedRequest) -> 
         choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, output.ids.tolist()
 
 
-def _logprobs(answer: CollectedRequest, output: CollectedOutput, table: TokenTable) -> dict[str, object]:
-    """Of the output, after those of the prompt where they were asked for."""
+def _logprobs(
+    answer: CollectedRequest, output: CollectedOutput, table: TokenTable, body: CompletionRequest
+) -> dict[str, object]:
+    """Of the output, after those of the prompt where it is echoed."""
     form = CompletionLogprobs(table, skips_special=answer.resolved.stop.skip_special_tokens)
-    if answer.prompt_logprobs is None:
-        return form.of(output.ids, output.logprobs)
+    num_top = body.logprobs or 0
+    if answer.prompt_logprobs is None or not body.echo:
+        return form.of(output.ids, output.logprobs.cut(num_top))
     prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
-    prompt = form.of(prompt_ids, answer.prompt_logprobs, is_start=True)
-    rest = form.of(output.ids, output.logprobs)
+    prompt = form.of(prompt_ids, answer.prompt_logprobs.cut(num_top), is_start=True)
+    rest = form.of(output.ids, output.logprobs.cut(num_top))
     return {name: _joined(values, rest[name]) for name, values in prompt.items()}
 
 

@@ -15,6 +15,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.bodies.body import Body, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_entries, decode, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
+from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.client_names import renamed
 from radixmesh.daemons.router.http.endpoints.constraints import NAMES, constraining_field, grammar_of, with_field
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
@@ -173,6 +174,22 @@ class GenerationOptions(TokenOptions):
             tenant=self.tenant or "",
             grammar=grammar,
         )
+
+
+def with_prompt_logprobs(
+    stream: bool | None, num_prompt: int | None, num_own: int | None, names: Mapping[str, str]
+) -> tuple[Mapping[str, str], int | None]:
+    """vLLM's prompt_logprobs beside an output's: the larger number of alternatives, which both are asked for with, and
+    the names of fields, of which that one is the one to blame. Raises UNSUPPORTED."""
+    if num_prompt is None:
+        return names, num_own
+    if stream:
+        raise unsupported(
+            "prompt_logprobs", "prompt_logprobs are not streamed: leave one of prompt_logprobs and stream out"
+        )
+    if num_own is not None and num_own >= num_prompt:
+        return names, num_own
+    return {**names, "num_top_logprobs": "prompt_logprobs"}, num_prompt
 
 
 def sampling_of(options: GenerationOptions) -> common_pb2.SamplingParams:

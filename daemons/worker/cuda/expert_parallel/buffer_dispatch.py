@@ -57,6 +57,9 @@ class LowLatencyBuffer(Protocol):
     def destroy(self) -> None: ...
 
 
+# Of the size of all rows that come.
+_TENSORS = 4
+
 OpenBuffer = Callable[[BufferShape], LowLatencyBuffer]
 """Connects with the other ranks, who do so too. Raises RankLost."""
 
@@ -73,10 +76,19 @@ class _Sent(NamedTuple):
 class BufferDispatch(DeviceDispatch):
     is_captured_anew = True
 
-    def __init__(self, name: str, open_buffer: OpenBuffer, normal: WireDispatch, *, max_room: int) -> None:
-        """normal: carries normal forwards, and those of ranks that are alone. name: of the transport, for errors."""
+    def __init__(
+        self,
+        name: str,
+        open_buffer: OpenBuffer,
+        size_hint: Callable[[BufferShape], int],
+        normal: WireDispatch,
+        *,
+        max_room: int,
+    ) -> None:
+        """normal: carries normal forwards, and those of ranks that are alone. name: of the transport, for errors.
+        size_hint: bytes of a buffer, as the library tells."""
         super().__init__(normal.ranks, max_room=max_room)
-        self._name, self._open, self._normal = name, open_buffer, normal
+        self._name, self._open, self._size_hint, self._normal = name, open_buffer, size_hint, normal
         self._shape: BufferShape | None = None
         self._buffer: LowLatencyBuffer | None = None
 
@@ -95,6 +107,12 @@ class BufferDispatch(DeviceDispatch):
         shape = BufferShape(self.max_room, hidden_size, num_slots, self.size)
         assert self._shape in (None, shape), "layers of one model have as many experts"
         self._shape = shape
+
+    def buffer_bytes(self, num_slots: int, hidden_size: int) -> int:
+        shape = BufferShape(self.max_room, hidden_size, num_slots, self.size)
+        # Rows that come, what experts make of them on the way, and their results: for as many as there is room for.
+        rows = num_slots * self.max_room * self.size
+        return self._size_hint(shape) + _TENSORS * rows * hidden_size * torch.bfloat16.itemsize
 
     def form(self) -> None:
         self._normal.form()

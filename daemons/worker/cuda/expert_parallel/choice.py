@@ -36,14 +36,19 @@ def create_device_dispatch(name: str, ranks: RankGroup, device: Device, *, max_r
     normal = WireDispatch(NcclWire(ranks, device), max_room=max_room)
     # Libraries are imported here alone: hardly anybody has them.
     if name == "nixl":
-        from radixmesh.daemons.worker.cuda.expert_parallel.nixl_buffer import NixlBuffer, import_nixl
+        from radixmesh.daemons.worker.cuda.expert_parallel.nixl_buffer import NixlBuffer, import_nixl, nixl_bytes
 
-        create = partial(NixlBuffer, import_nixl(), ranks, device=device.torch_device)
-        return BufferDispatch(name, create, normal, max_room=max_room)
+        nixl = import_nixl()
+        create = partial(NixlBuffer, nixl, ranks, device=device.torch_device)
+        return BufferDispatch(name, create, partial(nixl_bytes, nixl), normal, max_room=max_room)
     if name == "deepep":
-        from radixmesh.daemons.worker.cuda.expert_parallel.deep_ep_buffer import DeepEpBuffer, import_deep_ep
-
-        return BufferDispatch(
-            name, partial(DeepEpBuffer, import_deep_ep(), ranks, device=device.torch_device), normal, max_room=max_room
+        from radixmesh.daemons.worker.cuda.expert_parallel.deep_ep_buffer import (
+            DeepEpBuffer,
+            deep_ep_bytes,
+            import_deep_ep,
         )
+
+        deep_ep = import_deep_ep()
+        open_buffer = partial(DeepEpBuffer, deep_ep, ranks, device=device.torch_device)
+        return BufferDispatch(name, open_buffer, partial(deep_ep_bytes, deep_ep), normal, max_room=max_room)
     return normal

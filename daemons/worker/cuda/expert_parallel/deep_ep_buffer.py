@@ -38,6 +38,14 @@ def import_deep_ep() -> ModuleType:
         ) from error
 
 
+def deep_ep_bytes(module: ModuleType, shape: BufferShape) -> int:
+    """Of a buffer."""
+    num_bytes: int = module.Buffer.get_low_latency_rdma_size_hint(
+        shape.max_rows, shape.hidden_size, shape.num_ranks, shape.num_slots
+    )
+    return num_bytes
+
+
 class DeepEpBuffer:
     """Buffer of one generation."""
 
@@ -45,9 +53,6 @@ class DeepEpBuffer:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
-        num_bytes = module.Buffer.get_low_latency_rdma_size_hint(
-            shape.max_rows, shape.hidden_size, shape.num_ranks, shape.num_slots
-        )
         # Queues of its transport hold all that is sent at once.
         depth = max(_LEAST_DEPTH, 1 << (2 * shape.max_rows + 1).bit_length())
         os.environ["NVSHMEM_QP_DEPTH"] = str(max(depth, int(os.environ.get("NVSHMEM_QP_DEPTH", "0"))))
@@ -55,7 +60,7 @@ class DeepEpBuffer:
             self._buffer = module.Buffer(
                 None,
                 0,
-                num_bytes,
+                deep_ep_bytes(module, shape),
                 low_latency_mode=True,
                 num_qps_per_rank=shape.slots_per_rank,
                 explicitly_destroy=True,

@@ -65,6 +65,10 @@ class DeviceDispatch(ABC):
         """Told by each layer before the ranks meet: slots of this rank, and of what its rows are."""
         return
 
+    def buffer_bytes(self, num_slots: int, hidden_size: int) -> int:
+        """Memory that it takes on the device once the ranks have met. Default: none that is worth counting."""
+        return 0
+
     @abstractmethod
     def form(self) -> None:
         """Connects with the others, who do so too; on the thread of the steps, of which none runs.

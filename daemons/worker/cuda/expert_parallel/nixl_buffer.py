@@ -45,6 +45,14 @@ def import_nixl() -> ModuleType:
     )
 
 
+def nixl_bytes(module: ModuleType, shape: BufferShape) -> int:
+    """Of a buffer."""
+    num_bytes: int = module.Buffer.get_low_latency_buffer_size_hint(
+        shape.max_rows, shape.hidden_size, shape.num_ranks, shape.num_slots
+    )
+    return num_bytes
+
+
 class NixlBuffer:
     """Buffer of one generation."""
 
@@ -52,9 +60,6 @@ class NixlBuffer:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
-        num_bytes = module.Buffer.get_low_latency_buffer_size_hint(
-            shape.max_rows, shape.hidden_size, shape.num_ranks, shape.num_slots
-        )
         try:
             self._buffer = module.Buffer(
                 rank=ranks.rank,
@@ -63,7 +68,7 @@ class NixlBuffer:
                 tcp_store_group=_store(ranks),
                 timeout_ms=_TIMEOUT_MS,
             )
-            self._buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, num_bytes)
+            self._buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, nixl_bytes(module, shape))
             self._buffer.connect_ranks([rank for rank in range(shape.num_ranks) if rank != ranks.rank])
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet through NIXL: {str(error).splitlines()[0][:300]}") from error

@@ -93,6 +93,9 @@ class WireDispatch(DeviceDispatch):
         to_ranks = [len(rows) for rows in rows_by_rank]
         told_NN = self._wire.gather(torch.tensor(to_ranks, dtype=torch.int32, device=x_TD.device))
         from_ranks = told_NN[:, self.rank].tolist()
+        if self._is_formed:
+            # Collectives that were aborted leave any numbers there.
+            self.ranks.check()
         packed_XB = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
         came_RB = self._wire.all_to_all(packed_XB, to_ranks, from_ranks)
         return self._came(came_RB, x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))

@@ -86,6 +86,7 @@ class LoadedDecoder(LoadedModel):
         self._output_epilogue = GemmEpilogue.PLAIN if is_share else GemmEpilogue.ADDED
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_total_len = config.num_layers, config.max_total_len
+        self.num_experts = 0 if config.experts is None else config.experts.num_experts
         self.dtype = weights.final_norm_D.dtype
         self.tasks = model.tasks
         self.kv_layout, self.attention_shape = model.kv_layout, model.attention_shape

@@ -71,6 +71,7 @@ class LoadedDeepseek(LoadedModel):
         if quantized is not None:
             self.matrices = list(quantized.layers)
         self.latent_rank = config.kv_lora_rank
+        self.num_experts = 0 if config.router is None else config.router.num_experts
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         is_dense = [isinstance(layer.mlp, MlpWeights) for layer in self.weights.layers]

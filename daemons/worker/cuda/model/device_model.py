@@ -94,6 +94,8 @@ class LoadedModel(ABC):
     """True if `layers` of its model fills `hidden`."""
     kv_heads: KvHeads | None = None
     """Those of this rank; None: it has all."""
+    num_experts: int = 0
+    """Routed ones of a layer that has any, on all ranks."""
     latent_rank: int | None = None
     """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 

@@ -113,7 +113,7 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled", "granule")
+    __slots__ = ("transfer_id", "lease_ms", "prompt_ids", "model", "cache_salt", "is_cancelled", "granule", "kv_heads")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class Reservation(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     IS_CANCELLED_FIELD_NUMBER: _ClassVar[int]
     GRANULE_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     lease_ms: int
     prompt_ids: bytes
@@ -128,7 +129,8 @@ class Reservation(_message.Message):
     cache_salt: str
     is_cancelled: bool
     granule: int
-    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ..., granule: _Optional[int] = ...) -> None: ...
+    kv_heads: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_cancelled: bool = ..., granule: _Optional[int] = ..., kv_heads: _Optional[bytes] = ...) -> None: ...
 
 class ReservationResult(_message.Message):
     __slots__ = ("target", "transfer_id", "error")
@@ -203,18 +205,20 @@ class ServeResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., reservation_results: _Optional[_Iterable[_Union[ReservationResult, _Mapping]]] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
-    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role")
+    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role", "kv_heads")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     adapters: _containers.RepeatedScalarFieldContainer[str]
     page_size: int
     num_pages: int
     role: SchedulerRole
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ...) -> None: ...
+    kv_heads: bytes
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., kv_heads: _Optional[bytes] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("handles", "attempts", "first_output_indexes", "counts", "ids", "logprobs", "weights_version")

@@ -733,7 +733,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
-    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed")
+    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed", "quarantined")
     NUM_SENDING_FIELD_NUMBER: _ClassVar[int]
     NUM_RECEIVING_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -741,6 +741,7 @@ class TransferCounts(_message.Message):
     NUM_SENT_FIELD_NUMBER: _ClassVar[int]
     NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     num_sending: int
     num_receiving: int
     staging_bytes: int
@@ -748,7 +749,8 @@ class TransferCounts(_message.Message):
     num_sent: int
     num_received: int
     num_failed: int
-    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ...) -> None: ...
+    quarantined: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ..., quarantined: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutBlobRequest(_message.Message):
     __slots__ = ("hash", "data", "nixl")
@@ -895,7 +897,7 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class WriteTransferRequest(_message.Message):
-    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written")
+    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written", "writer_process")
     REGION_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -903,6 +905,7 @@ class WriteTransferRequest(_message.Message):
     LAST_WORD_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    WRITER_PROCESS_FIELD_NUMBER: _ClassVar[int]
     region: TransferRegion
     writer: str
     offset: int
@@ -910,14 +913,25 @@ class WriteTransferRequest(_message.Message):
     last_word: TransferLastWord
     checksum: int
     num_written: int
-    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ...) -> None: ...
+    writer_process: HostProcess
+    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ..., writer_process: _Optional[_Union[HostProcess, _Mapping]] = ...) -> None: ...
+
+class HostProcess(_message.Message):
+    __slots__ = ("host", "pid", "started")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    pid: int
+    started: int
+    def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class WriteTransferResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CommitTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace")
+    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace", "other_transfer_ids")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -927,6 +941,7 @@ class CommitTransferRequest(_message.Message):
     PREVIOUS_PAGE_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     instance_id: str
@@ -936,7 +951,8 @@ class CommitTransferRequest(_message.Message):
     previous_page: int
     ids: bytes
     cache_namespace: str
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ...) -> None: ...
+    other_transfer_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., other_transfer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CommitTransferResponse(_message.Message):
     __slots__ = ("state", "failure")
@@ -957,22 +973,30 @@ class TransferPeer(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., group_generation: _Optional[int] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ...) -> None: ...
 
 class KvFormat(_message.Message):
-    __slots__ = ("weights_digest", "kv_dtype", "kv_layout")
+    __slots__ = ("weights_digest", "kv_dtype", "kv_layout", "first_head", "end_head", "num_heads")
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    END_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     weights_digest: str
     kv_dtype: str
     kv_layout: str
-    def __init__(self, weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ...) -> None: ...
+    first_head: int
+    end_head: int
+    num_heads: int
+    def __init__(self, weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class PrepareTransferResponse(_message.Message):
-    __slots__ = ("segments", "region")
+    __slots__ = ("segments", "region", "writer_rank")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
+    WRITER_RANK_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[NixlRegion]
     region: TransferRegion
-    def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ...) -> None: ...
+    writer_rank: int
+    def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer_rank: _Optional[int] = ...) -> None: ...
 
 class StartTransferRequest(_message.Message):
     __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last", "instance_id", "region", "address")
@@ -1037,10 +1061,12 @@ class TransferChunk(_message.Message):
     def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortTransferRequest(_message.Message):
-    __slots__ = ("transfer_id",)
+    __slots__ = ("transfer_id", "is_writer_gone")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_WRITER_GONE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+    is_writer_gone: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., is_writer_gone: bool = ...) -> None: ...
 
 class AbortTransferResponse(_message.Message):
     __slots__ = ()
