@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 import numpy as np
@@ -171,10 +172,10 @@ class HostSegment:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path, flags, 0o600)
         stat, end = os.fstat(fd), time.monotonic() + _LOCK_S
-        if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+        if not S_ISREG(stat.st_mode) or stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
             os.close(fd)
             # Whoever can write there can give this worker any KV.
-            raise _refused(f"{self._path} is another user's, or open to others: set another --host-kv-segment")
+            raise _refused(f"{self._path} is no file, another user's, or open to others: set another --host-kv-segment")
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

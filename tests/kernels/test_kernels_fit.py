@@ -43,6 +43,17 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("heads", "num_positions"), [(32, 8), pytest.param(64, 64, marks=pytest.mark.full)])
+def test_kernels_of_trees_compile_and_fit(heads, num_positions):
+    launches = _compiled("trees", 128, heads, num_positions)
+    assert {launch["kernel"] for launch in launches} == {"_split_attention_kernel", "_tree_kernel"}
+    for launch in launches:
+        assert launch["shared"] <= _PROGRAM_SHARED, launch
+        assert launch["kernel"] != "_tree_kernel" or launch["stack"] <= 128, launch
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_kernels_of_ranks_compile_and_fit(num_ranks):
     launches = _compiled("ranks", num_ranks)

@@ -6,11 +6,14 @@ running requests retracted all the time. Tokens and logprobs must be the same to
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from support.family_folders import FAMILIES, family_folder, family_model
 from support.running_daemon import running
 from support.serve_client import Seen, serve_client
 
@@ -20,6 +23,8 @@ from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.kv_store.backend import KvStoreError, StoreFailure
+from radixmesh.daemons.worker.plans.store_tier import StoreTier
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
@@ -31,6 +36,7 @@ MAX_TOKENS = 32
 class Run(NamedTuple):
     outputs: list[Seen]
     state: scheduler_pb2.GetStateResponse
+    num_fetched: int
 
 
 class Wish(NamedTuple):
@@ -57,15 +63,19 @@ def wishes_of(model: str, num: int) -> list[Wish]:
 
 
 async def run(
-    model: str,
+    model: str | Path,
     wishes: list[Wish],
     page_size: int,
     *,
     num_tokens: int = NUM_TOKENS,
     kv_dtype: str = "auto",
+    tiers: Mapping[str, object] | None = None,
+    num_rounds: int = 1,
+    until: Callable[[StoreTier], bool] | None = None,
     **choices: object,
 ) -> Run:
-    """All wishes at once. Memory for so many tokens."""
+    """All wishes at once, as many times as there are rounds; the outputs of the last one. Memory for so many tokens.
+    tiers: settings of the worker. until: of its store; the run does not end before."""
     worker_settings = WorkerSettings(
         backend=Backend.CPU,
         model=MODELS / model,
@@ -75,6 +85,7 @@ async def run(
         max_total_len=192,
         cpu_threads=1,
         kv_dtype=kv_dtype,
+        **(tiers or {}),  # type: ignore[arg-type]
     )
     async with running(WorkerDaemon, worker_settings) as worker:
         settings = SchedulerSettings(
@@ -83,13 +94,25 @@ async def run(
             **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "decode_reserve_tokens": 1, **choices},  # type: ignore[arg-type]
         )
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
-            handles = [
-                await client.submit(wish.prompt, max_tokens=MAX_TOKENS, sampling=wish.sampling) for wish in wishes
-            ]
-            outputs = await client.over(*handles, timeout_s=240.0)
+            for _ in range(num_rounds):
+                handles = [
+                    await client.submit(wish.prompt, max_tokens=MAX_TOKENS, sampling=wish.sampling) for wish in wishes
+                ]
+                outputs = await client.over(*handles, timeout_s=240.0)
+            if tiers is not None:
+                state = scheduler.daemon.loop.planner.state
+                assert state is not None and state.hosts[0].counters.loaded > 0
+                assert worker.daemon.core.executor is not None and worker.daemon.core.executor.host is not None
+                if until is not None:
+                    store = worker.daemon.core.executor.host.store
+                    assert store is not None
+                    async with asyncio.timeout(60):
+                        while not until(store):
+                            await asyncio.sleep(0.01)
             async with open_channel(scheduler.address) as channel:
                 stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-                return Run(outputs, await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5))
+                response = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5)
+                return Run(outputs, response, scheduler.daemon.loop.planner.fetches.num_fetched)
 
 
 def compare(run: Run, plain: Run) -> None:
@@ -101,7 +124,7 @@ def compare(run: Run, plain: Run) -> None:
         assert output.finished.reason == expected.finished.reason, number
 
 
-async def undisturbed(model: str, wishes: list[Wish], **settings: str) -> Run:
+async def undisturbed(model: str | Path, wishes: list[Wish], **settings: str) -> Run:
     """No cache, and memory for all."""
     plain = await run(model, wishes, 1, num_tokens=4096, cache="none", **settings)
     assert not plain.state.num_retractions and not plain.state.prompt_cached_tokens
@@ -120,6 +143,63 @@ def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) ->
         assert not state.prompt_cached_tokens
 
 
+def tiers_of(policy: str, num_host_tokens: int = 4000, **worker: object) -> dict[str, Any]:
+    """Settings of a run with memory of the host for so many tokens. worker: more of the worker's."""
+    of_worker = {"host_kv_bytes": num_host_tokens * 4096, **worker}
+    return {"tiers": of_worker, "kv_write_policy": policy, "kv_write_hits": 1, "kv_load_min_tokens": 1}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        ("tiny-llama", "write_through"),
+        ("tiny-llama", "selective"),
+        ("tiny-llama", "write_back"),
+        ("tiny-deepseek", "write_back"),
+        ("gemma2", "selective"),
+        ("phi3", "write_through"),
+    ],
+)
+async def test_outputs_are_the_same_through_all_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, policy: str
+) -> None:
+    """A host with room for all; one for a third, with a disk below it; and a disk that is full every second time.
+
+    gemma2 and phi3: random weights and sliding windows shorter than the prompts.
+    """
+    folder: str | Path = model
+    if model in FAMILIES:
+        folder = family_folder(family_model(model), tmp_path)
+    is_random = isinstance(folder, Path)
+    wishes = wishes_of("tiny-llama" if is_random else model, 12)
+    if is_random:
+        wishes = [Wish([id % 90 for id in wish.prompt], wish.sampling) for wish in wishes]
+    plain = await undisturbed(folder, wishes)
+    compare(await run(folder, wishes, 4, num_rounds=2, **tiers_of(policy)), plain)
+    pytest.importorskip("xxhash")
+    disk_backend = pytest.importorskip("radixmesh.daemons.worker.kv_store.disk_backend")
+    below = {"num_rounds": 2, "kv_fetch_min_tokens": 1}
+    tiers = tiers_of(policy, 160, kv_store=f"disk://{tmp_path}/kv?budget=64MiB")
+    compare(await run(folder, wishes, 4, until=lambda store: store.num_stored >= 20, **tiers, **below), plain)
+    again = await run(folder, wishes, 4, **tiers, **below)
+    compare(again, plain)
+    assert again.num_fetched > 0
+    write, num_calls = disk_backend.DiskBackend.write, 0
+
+    def full(self: object, pages: object) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 2:
+            raise KvStoreError(StoreFailure.FULL, "no space is left on the device")
+        return int(write(self, pages))
+
+    monkeypatch.setattr(disk_backend.DiskBackend, "write", full)
+    tiers = tiers_of(policy, 160, kv_store=f"disk://{tmp_path}/full?budget=64MiB")
+    compare(await run(folder, wishes, 4, until=lambda _: num_calls > 0, **tiers, **below), plain)
+
+
 async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache() -> None:
     """All who share a page read what was quantised once; without a cache each computes and quantises its own."""
     wishes = wishes_of("tiny-llama", 12)
@@ -127,6 +207,8 @@ async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache
     cached = await run("tiny-llama", wishes, 4, cache="radix", kv_dtype="fp8")
     compare(cached, plain)
     check_pressure(cached.state, is_cached=True)
+    tiered = await run("tiny-llama", wishes, 4, kv_dtype="fp8", num_rounds=2, **tiers_of("write_back"))
+    compare(tiered, plain)
     full = await undisturbed("tiny-llama", wishes)
     assert [seen.logprobs for seen in full.outputs] != [seen.logprobs for seen in plain.outputs], "KV was quantised"
 

@@ -211,6 +211,9 @@ async def test_logprobs_of_a_prompt_as_vllm_tells_them(http: httpx.AsyncClient) 
         }
     alone = (await http.post("/v1/completions", json={**body, "prompt_logprobs": 0})).json()["choices"][0]
     assert alone["logprobs"] is None and {len(entries) for entries in alone["prompt_logprobs"][1:]} == {1}
+    large = {"prompt": ["a " * 1000] * 5, "max_tokens": 1, "prompt_logprobs": 60}
+    answer = await http.post("/v1/completions", json=large)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt_logprobs"), answer.text[:200]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "prompt_logprobs": 2}
     answer = (await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True})).json()
     assert (

@@ -88,6 +88,19 @@ def _attention_launches(head_dim: int, heads: int, pool_dtype: torch.dtype = tor
         extend_attention.paged_extend(q, pool, pool, tables, ints, torch.zeros(5).int(), ints, 1, 0.1, None, chunk_len)
 
 
+def _tree_launches(head_dim: int, heads: int, num_positions: int) -> None:
+    """Attention of trees of drafts."""
+    from radixmesh.kernels.attention.tree_attention import TreeWorkspace, paged_tree_attention
+
+    rows, kv_heads, bf16 = 4, 8, torch.bfloat16
+    q = torch.zeros(rows * num_positions, heads, head_dim, dtype=bf16)
+    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16)
+    tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    workspace = TreeWorkspace(rows, num_positions, heads, kv_heads, head_dim, "cpu")
+    masks = torch.zeros(len(q), dtype=torch.int64)
+    paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace)
+
+
 def _mask_launches(head_dim: int, heads: int) -> None:
     """Attention with sinks, windows and chunks, and experts with biases and clamps: GPT-OSS and Llama 4."""
     from radixmesh.kernels.attention import decode_attention, extend_attention
@@ -321,9 +334,9 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 
 def main() -> None:
-    """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM;
-    attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP
-    EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
+    """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention
+    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; latents DTYPE HEADS RANK ROPE;
+    experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -347,6 +360,8 @@ def main() -> None:
         _draft_launches(int(rest[0]))
     elif what == "attention":
         _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
+    elif what == "trees":
+        _tree_launches(*map(int, rest))
     elif what == "masks":
         _mask_launches(int(rest[0]), int(rest[1]))
     elif what == "latents":

@@ -119,7 +119,7 @@ def _too_many_errors(kind: str, errors: list[tuple[int, str]]) -> list[str]:
 def _summary(kills: list[dict[str, float]]) -> dict[str, float]:
     return {"kills": len(kills)} | {
         f"longest_{name}" if name.endswith("_s") else name: max(kill[name] for kill in kills)
-        for name in ("stall_s", "back_s", "http_errors")
+        for name in ("stall_s", "pause_s", "back_s", "http_errors")
         if kills
     }
 

@@ -178,7 +178,8 @@ def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
         lengths = DraftLengths(64, K)
         _run(lengths, 8, 1.4, acceptance, 600)
         if is_drafted:  # A single step tells little.
-            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), K, None)
+            drafted = np.full(8, K, np.int32)
+            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), K, None, drafted)
         fresh = np.arange(8, 16, dtype=np.int32)
         for slot in fresh:
             lengths.admitted(int(slot))

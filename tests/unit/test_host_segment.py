@@ -190,6 +190,9 @@ def test_files_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: pytes
     open_file.chmod(0o666)
     assert "open to others" in refusal(open_file)
 
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "is no file" in refusal(tmp_path / "pipe")
+
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 

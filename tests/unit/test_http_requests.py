@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ from support.small_tokenizers import TEXTS, byte_level, vocabulary_of
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, LogprobRun
-from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs, chat_logprobs
+from radixmesh.daemons.router.http.answers.logprobs import (
+    MAX_PROMPT_ENTRIES,
+    CompletionLogprobs,
+    chat_logprobs,
+    check_prompt_entries,
+    prompt_logprobs,
+)
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
 from radixmesh.daemons.router.http.answers.usage import usage_of
 from radixmesh.daemons.router.http.bodies.body import parse, parse_whole
@@ -231,6 +238,23 @@ def test_a_failed_output_raises_its_error() -> None:
     with pytest.raises(MeshError) as raised:
         CollectedRequest().add(Update(finished=[finished]))
     assert raised.value.reason == ErrorReason.ERROR_REASON_NEVER_FITS
+
+
+def test_prompt_logprobs_are_bounded_by_tokens_and_alternatives() -> None:
+    table = TokenTable([b"a", b"b"], ())
+    of_prompt = LogprobRun(values=array("f", [-1.0, -2.0]), num_top=1, top_ids=array("i", [1, 1]))
+    of_prompt.top_values = array("f", [-0.5, -2.0])
+    told = json.loads(bytes(prompt_logprobs([0, 0, 1], of_prompt, table)))
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    assert told == [
+        None,
+        {"1": best, "0": {"logprob": -1.0, "rank": None, "decoded_token": "a"}},
+        {"1": {**best, "logprob": -2.0}},
+    ]
+    check_prompt_entries(MAX_PROMPT_ENTRIES // 64, 63)
+    with pytest.raises(MeshError) as raised:
+        check_prompt_entries(MAX_PROMPT_ENTRIES // 64 + 1, 63)
+    assert raised.value.reason_name == "TOO_LARGE" and raised.value.metadata["field"] == "prompt_logprobs"
 
 
 def test_token_bytes_join_to_the_text() -> None:

@@ -8,9 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+
+_log = get_logger(__name__)
 
 # Weights that were loaded when the worker started; the segment's identity says which.
 _FIRST_WEIGHTS = 1
@@ -79,3 +82,4 @@ class HostRecords(PageRecordTable):
         self.namespace_indexes[pages] = indexes[found.name_indexes] if len(pages) else 0
         self.weights_versions[pages] = _FIRST_WEIGHTS
         self.commit(pages, self.generations[pages])
+        _log.info("host_kv_adopted", pages=len(pages), dropped=segment.num_dropped)

@@ -15,6 +15,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove, StepPlan
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.host_pool import HostPool
 from radixmesh.daemons.worker.limits import Limits
@@ -25,6 +26,8 @@ from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.plans.store_tier import StoreTier
+
+_log = get_logger(__name__)
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT
 _POLL_S = 0.001
@@ -206,10 +209,14 @@ class HostTier:
         """No step runs any more."""
         if self.store is not None:
             self.store.close()
-        self.pool.wait()
-        self._commit_saves()
-        if self.pool.segment is not None:
-            self.pool.segment.close()
+        if (segment := self.pool.segment) is not None:
+            try:
+                self.pool.wait()
+                self._commit_saves()
+            except RuntimeError as error:
+                # Of a device that has failed: what it was copying stays uncommitted.
+                _log.warning("host_kv_not_committed", error=repr(error))
+            segment.close()
 
     def reset(self) -> None:
         """As in a new process: every rank of a new group begins with what all have."""

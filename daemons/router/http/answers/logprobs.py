@@ -9,10 +9,13 @@ import msgspec
 
 from radixmesh.daemons.router.http.answers.collected import LogprobRun
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.bodies.field_decoders import too_large
 from radixmesh.daemons.router.http.bodies.json_text import dump
 
 # JSON has no -inf; OpenAI writes this.
 _LEAST = -9999.0
+# Tokens of a prompt, times alternatives: about 20 MB of JSON, which hold the event loop for some tenths of a second.
+MAX_PROMPT_ENTRIES = 1 << 18
 
 
 def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dict[str, object]:
@@ -23,6 +26,12 @@ def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dic
         entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(index)]
         content.append(entry)
     return {"content": content, "refusal": None}
+
+
+def check_prompt_entries(num_tokens: int, num_top: int) -> None:
+    """num_tokens: of the prompts, each as often as it is told. Raises TOO_LARGE beyond MAX_PROMPT_ENTRIES."""
+    if (num := num_tokens * (1 + num_top)) > MAX_PROMPT_ENTRIES:
+        raise too_large("prompt_logprobs", "entries", num, MAX_PROMPT_ENTRIES)
 
 
 def prompt_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> msgspec.Raw:

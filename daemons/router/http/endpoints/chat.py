@@ -15,7 +15,7 @@ from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.chat_choices import delta_of, finish_reason, message_of
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
-from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs, check_prompt_entries, prompt_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason, usage_of
@@ -58,6 +58,7 @@ class ChatEndpoint:
         told: dict[str, object] = {}
         if table is not None and body.prompt_logprobs is not None and answer.prompt_logprobs is not None:
             prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+            check_prompt_entries(len(prompt_ids), body.prompt_logprobs)
             run = answer.prompt_logprobs.cut(body.prompt_logprobs)
             told["prompt_logprobs"] = prompt_logprobs(prompt_ids, run, table)
         num_top = (body.top_logprobs or 0) if body.logprobs else None

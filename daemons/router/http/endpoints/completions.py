@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, CollectedRequest, LogprobRun, raise_failure
-from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs, prompt_logprobs
+from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs, check_prompt_entries, prompt_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
@@ -49,6 +49,9 @@ class CompletionEndpoint:
             answers = [_without_output(answer) for answer in answers]
         wants_table = body.logprobs is not None or body.prompt_logprobs is not None
         table = await self._context.tables.of(answers[0].resolved.model_identity) if wants_table else None
+        if body.prompt_logprobs is not None:
+            told_tokens = [answer.resolved.num_prompt * len(answer.outputs) for answer in answers]
+            check_prompt_entries(sum(told_tokens), body.prompt_logprobs)
         choices: list[dict[str, object]] = []
         for answer, echo in zip(answers, echoes, strict=True):
             first = len(choices)

@@ -1,0 +1,208 @@
+"""First requests after a worker was killed, and on a second replica, with tiers of KV that outlive a worker.
+
+    python bench/kv_restart.py --write bench/results/kv-restart.json
+
+A tiny model on CPUs, its worker in a process of its own, killed by SIGKILL and started again; prompts of random tokens,
+one at a time. For each way to keep KV: the prompts before the kill (nobody has seen them), and the same after it. Then
+two replicas over one Redis server: the second gets the prompts that the first has computed, and as many of its own.
+TTFT is from submit to the first token, at the scheduler; the hit rate is of all tokens of the prompts. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.kv_stores import redis_server  # noqa: E402
+from support.running_daemon import running  # noqa: E402
+from support.serve_client import ServeClient, serve_client  # noqa: E402
+
+from radixmesh.common.v1 import common_pb2  # noqa: E402
+from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon  # noqa: E402
+from radixmesh.daemons.scheduler.config import SchedulerSettings  # noqa: E402
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState  # noqa: E402
+from radixmesh.daemons.scheduler.planning.planner import Planner  # noqa: E402
+
+MODEL = ROOT / "compose" / "models" / "tiny-llama"
+MAX_LEN, PAGE_SIZE = 2000, 16
+WARM_UP = [7] * 600
+_START_S = 300.0
+
+
+class WorkerProcess:
+    """A worker at one address, whatever becomes of its processes."""
+
+    def __init__(self, options: argparse.Namespace, keep: Sequence[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        pages = str(options.device_prompts * MAX_LEN // PAGE_SIZE)
+        sizes = ["--page-size", str(PAGE_SIZE), "--num-pages", pages, "--max-total-len", str(MAX_LEN)]
+        backend = ["--backend", "cpu", "--model", str(MODEL), "--cpu-threads", "1", "--num-slots", "8"]
+        tiers = ["--host-kv-bytes", str(256 << 20), *keep] if keep else []
+        self._argv = ["--listen", self.address, *backend, *sizes, *tiers]
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "radixmesh.daemons.worker",
+            *self._argv,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            stderr=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+
+
+class Replica:
+    """A worker, its scheduler, and a stream to that."""
+
+    def __init__(self, worker: WorkerProcess, planner: Planner, client: ServeClient) -> None:
+        self.worker, self.planner, self.client = worker, planner, client
+
+    async def serving(self, former: EpochState | None = None) -> EpochState:
+        """Waits for a claimed worker, of another epoch than the former one."""
+        async with asyncio.timeout(_START_S):
+            while (state := self.planner.state) is None or state is former:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return state
+
+    async def first_requests(self, prompts: Sequence[list[int]]) -> dict[str, float]:
+        """One after the other; mean and worst TTFT, and the share of their tokens that was found."""
+        cached, waits = self.planner.counters.cached_tokens, []
+        sampling = common_pb2.SamplingParams(temperature=0.0)
+        for prompt in prompts:
+            begun = time.perf_counter()
+            handle = await self.client.submit(prompt, max_tokens=1, sampling=sampling)
+            await self.client.over(handle, timeout_s=_START_S)
+            waits.append(time.perf_counter() - begun)
+        found = self.planner.counters.cached_tokens - cached
+        return {
+            "hit_rate": round(found / sum(map(len, prompts)), 4),
+            "ttft_mean_ms": round(1000 * float(np.mean(waits)), 1),
+            "ttft_first_ms": round(1000 * waits[0], 1),
+            "ttft_max_ms": round(1000 * max(waits), 1),
+        }
+
+    async def restart(self) -> float:
+        """Kills the worker and starts it again; seconds until it is claimed."""
+        former, begun = await self.serving(), time.perf_counter()
+        await self.worker.kill()
+        await self.worker.start()
+        await self.serving(former)
+        return round(time.perf_counter() - begun, 2)
+
+
+@asynccontextmanager
+async def replica(options: argparse.Namespace, keep: Sequence[str]) -> AsyncIterator[Replica]:
+    worker = WorkerProcess(options, keep)
+    await worker.start()
+    try:
+        settings = SchedulerSettings(workers=(worker.address,))
+        async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
+            found = Replica(worker, scheduler.daemon.loop.planner, client)
+            await found.serving()
+            # A worker's first steps are slower, of whatever prompt.
+            await found.first_requests([WARM_UP])
+            yield found
+    finally:
+        await worker.kill()
+
+
+async def restarts(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """By what is kept: requests before the kill, and the same ones after it."""
+    ways = {
+        "nothing": (),
+        "disk": ("--kv-store", f"disk://{folder}/disk?budget=1GiB"),
+        "segment": ("--host-kv-segment", str(folder / "segment")),
+        "segment and disk": (
+            "--host-kv-segment",
+            str(folder / "both"),
+            "--kv-store",
+            f"disk://{folder}/both-disk?budget=1GiB",
+        ),
+    }
+    prompts, report = prompts_of(1, options.prompts), {}
+    for name, keep in ways.items():
+        async with replica(options, keep) as one:
+            before = await one.first_requests(prompts)
+            await asyncio.sleep(options.settle_s)  # The disk gets what was saved last.
+            claimed_s = await one.restart()
+            await one.first_requests([WARM_UP])
+            after = await one.first_requests(prompts)
+            report[name] = {"before_kill": before, "claimed_again_s": claimed_s, "after_kill": after}
+    return report
+
+
+async def replicas(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """Two replicas over one server: what the second finds of what the first has computed."""
+    shared, own = prompts_of(2, options.prompts), prompts_of(3, options.prompts)
+    with redis_server(folder) as url:
+        keep = ("--kv-store", url)
+        async with replica(options, keep) as first, replica(options, keep) as second:
+            computed = await first.first_requests(shared)
+            await asyncio.sleep(options.settle_s)
+            cold = await second.first_requests(own)
+            return {"first": computed, "second_own": cold, "second_shared": await second.first_requests(shared)}
+
+
+def prompts_of(seed: int, num: int) -> list[list[int]]:
+    """Prompts without a common prefix, a page short of the longest context."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 700, MAX_LEN - PAGE_SIZE).tolist() for _ in range(num)]
+
+
+async def measure(options: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        load = os.getloadavg()[0]
+        return {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+            "python": platform.python_version(),
+            "load_average": round(load, 1),
+            "model": MODEL.name,
+            "prompt_tokens": MAX_LEN - PAGE_SIZE,
+            "prompts": options.prompts,
+            "device_prompts": options.device_prompts,
+            "restart": await restarts(options, folder),
+            "replicas": await replicas(options, folder),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--device-prompts", type=int, default=3, help="prompts whose KV the device has room for")
+    parser.add_argument("--settle-s", type=float, default=5.0, help="from the last request to the kill")
+    parser.add_argument("--write", type=Path, help="file for the results")
+    options = parser.parse_args(argv)
+    text = json.dumps(asyncio.run(measure(options)), indent=1)
+    print(text)
+    if options.write is not None:
+        options.write.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
