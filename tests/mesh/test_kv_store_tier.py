@@ -132,7 +132,7 @@ async def test_ranks_find_what_other_ranks_have_computed(
         settings = {"num_pages": 200, "page_size": 4, "host_kv_bytes": 8 << 20, "kv_store": url}
         async with (
             ranks_of(model, tp_size, dp_size, **settings) as ranks,
-            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1, kv_load_timeout_s=100.0) as daemon,
             serve_client(daemon.address) as client,
         ):
             await recited(client, chosen)
@@ -146,7 +146,7 @@ async def test_ranks_find_what_other_ranks_have_computed(
                 assert [tier.num_stored > 0 for tier in tiers] == [True, False] * dp_size  # type: ignore[union-attr]
         async with (
             ranks_of(model, tp_size, dp_size, **settings) as ranks,
-            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1) as daemon,
+            scheduler_on(ranks, kv_fetch_min_tokens=4, kv_load_min_tokens=1, kv_load_timeout_s=100.0) as daemon,
             serve_client(daemon.address) as client,
         ):
             planner = daemon.daemon.loop.planner

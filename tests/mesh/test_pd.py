@@ -15,6 +15,7 @@ import pytest
 import yaml
 from support.fault_injection import kill_in_turn
 from support.jobs import MODELS, Job, recitations, sampled_recitations
+from support.kv_writers import needs_nixl
 from support.mesh import Mesh, running_mesh
 from support.wire import metrics_of
 
@@ -91,6 +92,19 @@ async def test_the_tiny_models_recite_with_pages_of_other_sizes(model: str, page
     services = {**CHECKED, "worker-prefill": {"cpu_threads": 1, "page_size": prefill}}
     async with running_mesh("pd", model=model, worker={"page_size": decode}, services=services) as mesh:
         await check_recited(mesh, jobs, 5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("nixl", marks=needs_nixl)])
+async def test_it_recites_over_other_transports_and_no_stream_notices_a_dead_writer(transport: str) -> None:
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: len(job.answers[0].ids))
+    flags = {"transfer_transport": transport}
+    services = {**CHECKED, "worker-prefill": {**CHECKED["worker-prefill"], **flags}}
+    async with running_mesh("pd", worker=flags, services=services) as mesh:
+        await check_recited(mesh, jobs[:8], 3)
+        await kill_in_turn(mesh, jobs[8:20], [("worker-prefill", signal.SIGKILL)], num_streams=2, seed=SEED)
+        await check_nothing_is_left(mesh)
 
 
 def more_of(num_prefill: int, num_decode: int, folder: Path) -> Path:

@@ -20,6 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from radixmesh.daemons.worker.cuda import kernel_choice, load
+from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.step import compile_ahead
 from support.device_settings import TINY_SETTINGS
@@ -40,6 +41,7 @@ def main() -> None:
             get_current_stream=lambda device: 0,
         )
     )
+    client._TIMEOUT_S = 500.0  # A start gives up sooner; here all of them are to be seen, on a busy machine too.
     kernel_choice._kernels_name = lambda settings, device: settings.kernels
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

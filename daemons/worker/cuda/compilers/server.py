@@ -47,15 +47,18 @@ def main() -> None:
 
 def run_in_children(tasks: Sequence[Callable[[], None]], most: int) -> int:
     """Runs each task in a forked child, `most` at once; the number of those that raised. One thread of this process."""
-    running, failed = 0, 0
+    running: set[int] = set()
+    failed = 0
     for task in tasks:
-        if running == most:
-            failed += _one_ended()
-            running -= 1
-        if not os.fork():
+        if len(running) == most:
+            failed += _one_ended(running)
+        pid = os.fork()
+        if not pid:
             _run(task)
-        running += 1
-    return failed + sum(_one_ended() for _ in range(running))
+        running.add(pid)
+    while running:
+        failed += _one_ended(running)
+    return failed
 
 
 def _run(task: Callable[[], None]) -> None:
@@ -67,9 +70,13 @@ def _run(task: Callable[[], None]) -> None:
     os._exit(status)
 
 
-def _one_ended() -> bool:
-    """Waits for a child; whether it failed."""
-    return os.wait()[1] != 0
+def _one_ended(running: set[int]) -> bool:
+    """Waits for one of these children, takes it out, and says whether it failed."""
+    while True:
+        pid, status = os.wait()
+        if pid in running:
+            running.remove(pid)
+            return status != 0
 
 
 def _compile_for(target: GPUTarget) -> None:
