@@ -174,6 +174,7 @@ BOUNDS: dict[str, Bound] = {
         prompt_ids=SUBMIT,
         model=(64 << 10, WIRE),
         cache_salt=(64 << 10, WIRE),
+        kv_heads=(4 * 3 * 1024, f"{D}runtime.kv_share:unpack_shares"),
     ),
     # Schedulers to workers.
     **_rows(
@@ -247,6 +248,7 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("worker.v1.RenewTransfersRequest", instance_id=(64 << 10, WIRE), transfer_ids=(1 << 14, WIRE)),
     **_rows("worker.v1.SharedMemory", host=(64 << 10, WIRE)),
+    **_rows("worker.v1.HostProcess", host=PEER_NAME),
     **_rows("worker.v1.TransferRegion", transfer_id=(64 << 10, WIRE), instance_id=(64 << 10, WIRE)),
     **_rows(
         "worker.v1.WriteTransferRequest",
@@ -263,6 +265,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows(
         "worker.v1.CommitTransferRequest",
         transfer_id=(64 << 10, WIRE),
+        other_transfer_ids=(1 << 14, WIRE),
         instance_id=(64 << 10, WIRE),
         pages=(64 << 20, f"{D}worker.kv_transfer.page_io:scatter"),
         generations=(64 << 20, f"{D}worker.kv_transfer.transfers:KvTransfers"),
