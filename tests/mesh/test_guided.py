@@ -95,7 +95,7 @@ async def test_the_sdk_streams_json_mode(sdk: AsyncOpenAI) -> None:
         seed=2,
     )
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-    assert len(parts) > 3
+    assert len(parts) > 1
     check_city("".join(parts))
 
 

@@ -214,6 +214,9 @@ async def test_logprobs_of_a_prompt_as_vllm_tells_them(http: httpx.AsyncClient) 
     large = {"prompt": ["a " * 1000] * 5, "max_tokens": 1, "prompt_logprobs": 60}
     answer = await http.post("/v1/completions", json=large)
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt_logprobs"), answer.text[:200]
+    echoed = {"prompt": large["prompt"], "max_tokens": 1, "echo": True, "logprobs": 60}
+    answer = await http.post("/v1/completions", json=echoed)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "logprobs"), answer.text[:200]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "prompt_logprobs": 2}
     answer = (await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True})).json()
     assert (
@@ -334,7 +337,7 @@ async def test_native_streams(http: httpx.AsyncClient, incremental: bool) -> Non
     assert events.pop() == {}
     for index, expected in enumerate((job, other)):
         mine = [event for event in events if event["index"] == index]
-        assert len(mine) > 3
+        assert len(mine) > 1, "a busy machine merges pieces, but not all of them"
         texts, ids = [event["text"] for event in mine], [event["output_ids"] for event in mine]
         num_logprobs = [len(event["meta_info"]["output_token_logprobs"]) for event in mine]
         assert num_logprobs == list(map(len, ids))

@@ -28,10 +28,11 @@ def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dic
     return {"content": content, "refusal": None}
 
 
-def check_prompt_entries(num_tokens: int, num_top: int) -> None:
-    """num_tokens: of the prompts, each as often as it is told. Raises TOO_LARGE beyond MAX_PROMPT_ENTRIES."""
+def check_prompt_entries(num_tokens: int, num_top: int, field: str = "prompt_logprobs") -> None:
+    """num_tokens: of the prompts, each as often as it is told. field: what asked. Raises TOO_LARGE beyond
+    MAX_PROMPT_ENTRIES."""
     if (num := num_tokens * (1 + num_top)) > MAX_PROMPT_ENTRIES:
-        raise too_large("prompt_logprobs", "entries", num, MAX_PROMPT_ENTRIES)
+        raise too_large(field, "entries", num, MAX_PROMPT_ENTRIES)
 
 
 def prompt_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> msgspec.Raw:

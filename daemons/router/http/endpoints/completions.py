@@ -49,9 +49,11 @@ class CompletionEndpoint:
             answers = [_without_output(answer) for answer in answers]
         wants_table = body.logprobs is not None or body.prompt_logprobs is not None
         table = await self._context.tables.of(answers[0].resolved.model_identity) if wants_table else None
+        told_tokens = sum(answer.resolved.num_prompt * len(answer.outputs) for answer in answers)
         if body.prompt_logprobs is not None:
-            told_tokens = [answer.resolved.num_prompt * len(answer.outputs) for answer in answers]
-            check_prompt_entries(sum(told_tokens), body.prompt_logprobs)
+            check_prompt_entries(told_tokens, body.prompt_logprobs)
+        if body.echo and body.logprobs is not None:
+            check_prompt_entries(told_tokens, body.logprobs, "logprobs")
         choices: list[dict[str, object]] = []
         for answer, echo in zip(answers, echoes, strict=True):
             first = len(choices)
