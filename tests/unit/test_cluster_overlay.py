@@ -73,7 +73,8 @@ def test_a_service_for_containers_only_goes_with_all_that_names_it():
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_observing_overlay_fits_every_topology_and_changes_nothing_for_local_processes(name):
     alone = read_compose(COMPOSE / name, {})
-    own = COMPOSE / ("observe-ranks.yml" if "worker-rank-1" in alone.services else f"observe-{name}")
+    overlays = {"worker-rank-1": "observe-ranks.yml", "worker-prefill": "observe-pd.yml"}
+    own = COMPOSE / next((file for service, file in overlays.items() if service in alone.services), f"observe-{name}")
     overlay = own if own.exists() else COMPOSE / "observe.yml"
     observed = read_compose([COMPOSE / name, overlay], {})
     assert observed.containers_only == ("prometheus", "grafana", "otel-collector", "jaeger")

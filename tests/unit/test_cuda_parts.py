@@ -157,7 +157,12 @@ def test_what_does_not_fit_is_named_with_the_flag_to_change(monkeypatch, error, 
 
 
 _MODEL = SimpleNamespace(
-    hidden_size=64, vocab_size=1000, dtype=torch.bfloat16, row_bytes=lambda: 1792, position_bytes=lambda: 64
+    hidden_size=64,
+    vocab_size=1000,
+    dtype=torch.bfloat16,
+    row_bytes=lambda: 1792,
+    expert_row_bytes=lambda: 0,
+    position_bytes=lambda: 64,
 )
 
 

@@ -44,6 +44,11 @@ def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable
     return ""
 
 
+def quarantine(pool: PagePool, pages: IntArray) -> None:
+    """Takes pages out of use until the next epoch, whose snapshot tells what they hold."""
+    pool.quarantine(pages)
+
+
 def quarantine_doubtful(pool: PagePool, table: SequenceTable, rank: int = 0) -> IntArray:
     """Takes pages out of use that are owned by nobody or by two, or free though a slot holds them; returns them. Slots
     count afresh."""
@@ -57,7 +62,7 @@ def quarantine_doubtful(pool: PagePool, table: SequenceTable, rank: int = 0) -> 
             np.unique(held[pool.states_of(held) == PageState.FREE]),
         ]
     ).astype(np.int32)
-    pool.quarantine(doubtful)
+    quarantine(pool, doubtful)
     for slot in _live_slots(table, rank):
         held = table.pages_of(slot)
         table.num_owned[slot] = np.count_nonzero(pool.states_of(held) == PageState.OWNED)

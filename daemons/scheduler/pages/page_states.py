@@ -56,5 +56,5 @@ TRANSITIONS: dict[str, Transition] = {
     "load": Transition((_FREE,), _LOADING, "SlotPages.begin_load"),
     "end_load": Transition((_LOADING,), _CACHED, "SlotPages.end_load"),
     "drop_load": Transition((_LOADING,), _FREE, "SlotPages.drop_load"),
-    "quarantine": Transition(tuple(int(state) for state in PageState), _QUARANTINED, "quarantine_doubtful"),
+    "quarantine": Transition(tuple(int(state) for state in PageState), _QUARANTINED, "quarantine"),
 }

@@ -19,6 +19,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
+from radixmesh.daemons.scheduler.pages.integrity import quarantine
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
@@ -243,7 +244,7 @@ class KvArrivals:
             state.pages.drop_load(arrival.pages, was_granted=was_granted)
         else:
             # Granted here and perhaps not there: nobody counts on them until the next epoch has read the generations.
-            state.pages.pool.quarantine(arrival.pages)
+            quarantine(state.pages.pool, arrival.pages)
         arrival.state = ArrivalState.RESERVED
         self.failed(state, arrival)
 
