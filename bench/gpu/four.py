@@ -71,7 +71,7 @@ def _experts(args: argparse.Namespace) -> list[Part]:
     """Attention tensor-parallel against data-parallel with shared experts, by transport."""
     found = []
     transports = ("host",) if args.dry else ("nccl", "nixl", "deepep")
-    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192", "512x8192"], "128")
+    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192"], "128")
     for shape in ("deepseek-v2-lite", "deepseek-v3-12-layers"):
         folder = _shape(args, shape, "tiny-deepseek")
         quantized = ["--worker", "quantization=fp8-block"] if shape == "deepseek-v3-12-layers" and not args.dry else []
@@ -177,7 +177,9 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
             if process.returncode:
                 errors.append(f"{' '.join(command)} ended with {process.returncode}: {said[-_TAIL:]}")
         except subprocess.TimeoutExpired:
-            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s")
+            _kill(process)
+            said = process.communicate()[1]
+            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s: {said[-_TAIL:]}")
         except ValueError:
             errors.append(f"{' '.join(command)} printed no JSON: {output[-_TAIL:]}")
     for process in running:
@@ -187,10 +189,15 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
     return {"results": results}
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command with all that it started, which has its own session, and its pipes."""
+def _kill(process: subprocess.Popen[str]) -> None:
+    """A command with all that it started, which has its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a command, and its pipes."""
+    _kill(process)
     process.wait()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
