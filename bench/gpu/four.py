@@ -116,11 +116,11 @@ def _faults(args: argparse.Namespace) -> list[Part]:
 
 def _pairs(args: argparse.Namespace) -> Part:
     if args.dry:
-        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--vocab-size", 60)
+        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--loads", "streams")
         sizes: tuple[object, ...] = ("--pairs", 2, "--streams", 2, "--requests", 4, "--prompt", 40, "--out", 20)
         sizes = (*sizes, "--staging-bytes", 1 << 26)
     else:
-        shape = ("--shape", "llama-3.1-8b")
+        shape = ("--shape", "llama-3.1-8b", "--loads", "streams")
         sizes = ("--pairs", args.gpus // 2, "--streams", 64, "--requests", 192, "--prompt", 4096, "--out", 256)
     return Part(name="2P2D", commands=[_script("pd_load.py", *shape, *sizes)], limit_s=400)
 
