@@ -67,9 +67,9 @@ class WorkerSettings(CommonSettings):
         "and decode); 0: there are no transfers")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
-    transfer_transport: TransferTransport = setting(TransferTransport.SHARED_MEMORY, "what carries that KV: "
-        "shared_memory (between workers of one host), nixl (between workers that have it), each over gRPC to any "
-        "other, or grpc")  # fmt: skip
+    transfer_transport: TransferTransport = setting(TransferTransport.DEVICE, "what carries that KV: device "
+        "(between GPUs of one host, otherwise as shared_memory), shared_memory (between workers of one host), nixl "
+        "(between workers that have it), each over gRPC to any other, or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
     host_kv_segment: Path | None = setting(None, "file for that memory, in /dev/shm for instance, which a worker that "
@@ -240,6 +240,11 @@ class WorkerSettings(CommonSettings):
             ep_size=self.ep_size,
             ep_rank=self.ep_rank,
         )
+
+    @property
+    def device_staging_bytes(self) -> int:
+        """Bytes of the GPU's memory for KV on its way."""
+        return self.transfer_staging_bytes if self.transfer_transport is TransferTransport.DEVICE else 0
 
     @property
     def latency(self) -> LatencyModel:
