@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 
+import grpc
 import numpy as np
 import pytest
 from mesh.test_kv_transfer import Pair, pages_of, pair, prefill
@@ -158,6 +159,11 @@ async def test_what_names_no_memory_is_not_written_to(wrong: str) -> None:
             region.device.offset = (1 << 64) - region.num_bytes - 1
         else:
             region.device.handle = b"/nowhere".ljust(64 if wrong == "handle" else 63, b"\0")
+        longer = worker_pb2.TransferRegion()
+        longer.CopyFrom(region)
+        longer.device.handle = b"0" * 65
+        with pytest.raises(grpc.aio.AioRpcError, match="handle has 65 bytes"):
+            await both.start(longer, pages_of(1, 0, NUM_TOKENS), ONES)
         await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
         # It goes another way.
         assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN

@@ -6,9 +6,16 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from typing import NamedTuple
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.worker.step_handle import DeviceEvent
+from radixmesh.worker.v1 import worker_pb2
+
+HANDLE_BYTES = 64
+"""Of CUDA's name of an allocation."""
 
 
 class DevicePiece(NamedTuple):
@@ -68,8 +75,17 @@ class KvDevice(ABC):
         """Compiles the copies, with memory that nobody uses and pages that hold nothing yet."""
 
 
+def check_device_memory(memory: worker_pb2.DeviceMemory) -> None:
+    """Raises INVALID_ARGUMENT for what a peer sends that is too long to name memory."""
+    check_peer_names(host=memory.owner.host)
+    if len(memory.handle) > HANDLE_BYTES:
+        message = f"handle has {len(memory.handle)} bytes: send {HANDLE_BYTES}, as CUDA gives them"
+        details = {"field": "handle", "max": str(HANDLE_BYTES)}
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, details)
+
+
 class Pieces:
-    """Which bytes of one allocation somebody has, in pieces that start at multiples of `alignment`."""
+    """Pieces of one allocation that are lent, each from a multiple of `alignment` on."""
 
     def __init__(self, num_bytes: int, alignment: int) -> None:
         self.num_bytes = num_bytes

@@ -28,7 +28,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice, Pieces
+from radixmesh.daemons.worker.kv_transfer.device_memory import HANDLE_BYTES, DevicePiece, KvDevice, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import GoneWatch, HostProcess, host_name
 from radixmesh.daemons.worker.kv_transfer.shared_memory import (
     CONTROL_BYTES,
@@ -46,7 +46,6 @@ log = get_logger(__name__)
 _ALIGNMENT = 256
 _COPY_BYTES = 16 << 20
 _WATCH_S = 1.0
-_HANDLE_BYTES = 64
 # A slab that could not be mapped is not tried again for so long.
 _REFUSED_S = 30.0
 
@@ -165,7 +164,7 @@ class DeviceTransport(SharedMemoryTransport):
 
     def may_place(self, region: worker_pb2.TransferRegion) -> bool:
         is_here = region.HasField("shared_memory") and region.shared_memory.host == host_name()
-        return self._mappings is not None and is_here and len(region.device.handle) == _HANDLE_BYTES
+        return self._mappings is not None and is_here and len(region.device.handle) == HANDLE_BYTES
 
     @asynccontextmanager
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:

@@ -54,7 +54,7 @@ class Region:
 
     @property
     def written(self) -> ByteArray | DevicePiece | None:
-        """Where its writer wrote; None once that is given back."""
+        """The memory that its writer wrote to; None once that is given back."""
         return None if self.held is None else self.held.device_piece or self.held.array
 
     def change(self) -> asyncio.Future[None]:
