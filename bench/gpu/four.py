@@ -71,7 +71,7 @@ def _experts(args: argparse.Namespace) -> list[Part]:
     """Attention tensor-parallel against data-parallel with shared experts, by transport."""
     found = []
     transports = ("host",) if args.dry else ("nccl", "nixl", "deepep")
-    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192", "512x8192"], "128")
+    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192"], "128")
     for shape in ("deepseek-v2-lite", "deepseek-v3-12-layers"):
         folder = _shape(args, shape, "tiny-deepseek")
         quantized = ["--worker", "quantization=fp8-block"] if shape == "deepseek-v3-12-layers" and not args.dry else []
@@ -116,11 +116,11 @@ def _faults(args: argparse.Namespace) -> list[Part]:
 
 def _pairs(args: argparse.Namespace) -> Part:
     if args.dry:
-        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--vocab-size", 60)
+        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--loads", "streams")
         sizes: tuple[object, ...] = ("--pairs", 2, "--streams", 2, "--requests", 4, "--prompt", 40, "--out", 20)
         sizes = (*sizes, "--staging-bytes", 1 << 26)
     else:
-        shape = ("--shape", "llama-3.1-8b")
+        shape = ("--shape", "llama-3.1-8b", "--loads", "streams")
         sizes = ("--pairs", args.gpus // 2, "--streams", 64, "--requests", 192, "--prompt", 4096, "--out", 256)
     return Part(name="2P2D", commands=[_script("pd_load.py", *shape, *sizes)], limit_s=400)
 
@@ -177,7 +177,9 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
             if process.returncode:
                 errors.append(f"{' '.join(command)} ended with {process.returncode}: {said[-_TAIL:]}")
         except subprocess.TimeoutExpired:
-            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s")
+            _kill(process)
+            said = process.communicate()[1]
+            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s: {said[-_TAIL:]}")
         except ValueError:
             errors.append(f"{' '.join(command)} printed no JSON: {output[-_TAIL:]}")
     for process in running:
@@ -187,10 +189,15 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
     return {"results": results}
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command with all that it started, which has its own session, and its pipes."""
+def _kill(process: subprocess.Popen[str]) -> None:
+    """A command with all that it started, which has its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a command, and its pipes."""
+    _kill(process)
     process.wait()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:

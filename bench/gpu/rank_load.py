@@ -3,8 +3,9 @@
     python bench/gpu/rank_load.py --shape deepseek-v2-lite --layout dp-ep --ranks 4 --decode 128x1024 512x8192
     python bench/gpu/rank_load.py --backend cpu --model compose/models/tiny-deepseek --layout dp-ep --decode 2x16
 
---decode ROWSxCONTEXT: so many rows for each rank, with prompts of so many tokens of their own. They are computed first
-(prefill_s), then each goes on for --out tokens: its KV is there, or as much as the ranks have room for (cached_tokens).
+--decode ROWSxCONTEXT: so many rows for each rank, or as many as their KV has room for at once, with prompts of so many
+tokens of their own. They are computed first (prefill_s), then each goes on for --out tokens. steady_tok_s: between 30%
+and 90% of them.
 --kill RANK: that one is killed (SIGKILL) amid the last of them and started again; longest_gap_s is the longest time
 without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran.
 """
@@ -129,7 +130,10 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
 async def _run(
     processes: Processes, ranks: Ranks, decode: Decode, args: argparse.Namespace, kill: int | None
 ) -> dict[str, object]:
-    rng, num_rows = np.random.default_rng(decode.rows * 7919 + decode.context), decode.rows * args.ranks
+    rng = np.random.default_rng(decode.rows * 7919 + decode.context)
+    # Placement is not exact: a rank may get a few more than others.
+    room = int(0.97 * ranks.num_tokens() / (decode.context + args.out)) if args.backend == "cuda" else 1 << 30
+    num_rows = min(decode.rows * args.ranks, room)
     prompts = [rng.integers(_LEAST_ID, args.vocab_size, decode.context).astype(np.int32) for _ in range(num_rows)]
     salt, temperature = f"{decode.rows}x{decode.context}", 1.0
     async with BulkStream(processes.address("scheduler"), f"fill-{salt}", salt, temperature=temperature) as stream:
@@ -137,7 +141,9 @@ async def _run(
         await stream.submit(prompts, 1)
         await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
         prefill_s = time.monotonic() - started
-    async with BulkStream(processes.address("scheduler"), f"go-{salt}", salt, temperature=temperature) as stream:
+    async with BulkStream(
+        processes.address("scheduler"), f"go-{salt}", salt, temperature=temperature, keeps_times=True
+    ) as stream:
         before = [await device_steps(metrics) for metrics in ranks.metrics]
         started = time.monotonic()
         gaps = Gaps(stream)
@@ -154,8 +160,11 @@ async def _run(
     of_ranks = [(busy - old_busy, steps - old) for (busy, steps), (old_busy, old) in zip(after, before, strict=True)]
     return {
         "rows": num_rows,
+        "rows_asked": decode.rows * args.ranks,
         "prefill_s": round(prefill_s, 3),
         "out_tok_s": round(num_rows * args.out / wall, 1),
+        "steady_tok_s": round(stream.steady_tok_s(), 1),
+        "itl_ms_p50_p99": np.quantile(1e3 * stream.gaps_s(), (0.5, 0.99)).round(2).tolist(),
         "seconds": round(wall, 3),
         "first_token_s": round(stream.first_token_at - started, 4),
         "inter_token_ms": round((wall - (stream.first_token_at - started)) / max(1, args.out - 1) * 1e3, 3),

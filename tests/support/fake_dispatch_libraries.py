@@ -53,7 +53,10 @@ class _Handle(tuple):
 
 
 class _Kernels:
-    """Low-latency dispatch and combine of both libraries. masked: ranks that kernels gave up waiting for."""
+    """Low-latency dispatch and combine of both libraries. masked: ranks that kernels gave up waiting for. id_dtype: of
+    the experts' ids, for which kernels are compiled."""
+
+    id_dtype = torch.int64
 
     def __init__(self) -> None:
         self.world: _World
@@ -71,7 +74,7 @@ class _Kernels:
         num_experts: int,
         use_fp8: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, _Handle, None, None]:
-        assert not use_fp8 and x.dtype == torch.bfloat16 and x.is_contiguous() and topk_idx.dtype == torch.int64
+        assert not use_fp8 and x.dtype == torch.bfloat16 and x.is_contiguous() and topk_idx.dtype == self.id_dtype
         assert len(x) == len(topk_idx) <= num_max_dispatch_tokens_per_rank and num_experts % self.size == 0
         assert not len(x) or 0 <= int(topk_idx.min()) <= int(topk_idx.max()) < num_experts
         hint = size_hint(num_max_dispatch_tokens_per_rank, x.shape[1], self.size, num_experts)
@@ -101,6 +104,7 @@ class _Kernels:
     ) -> tuple[torch.Tensor, None, None]:
         sources, held = handle
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and topk_weights.dtype == torch.float32
+        assert topk_idx.dtype == self.id_dtype
         sent = self.world.gather(self.rank, (x.clone(), sources))
         combined = torch.zeros(len(topk_idx), x.shape[2])
         for row in range(len(topk_idx)):
@@ -125,7 +129,10 @@ def size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int
 class FakeNixlEp:
     """The module nixl_ep_cu13 of nixl-cu13 1.4.1."""
 
+    topk_idx_t = torch.int32
+
     class Buffer(_Kernels):
+        id_dtype = torch.int32
         worlds: ClassVar[dict[str, _World]] = {}
         lock = threading.Lock()
         opened: ClassVar[list[FakeNixlEp.Buffer]] = []

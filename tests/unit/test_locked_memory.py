@@ -39,3 +39,13 @@ def test_memory_is_locked_by_threads_on_the_device_that_uses_it(monkeypatch: pyt
     assert not memory.words.any() and not released
     del memory
     assert sorted(released) == sorted(address for address, _, _ in registered)
+
+
+@pytest.mark.parametrize(("page_words", "part_words"), [(1, 1 << 28), (3 << 18, 170 * (3 << 19)), (7**9, 1 << 28)])
+def test_parts_hold_whole_pages_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, page_words: int, part_words: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
+    assert (
+        host_pool.LockedMemory(0, torch.device("cuda", 0), torch.zeros(0).numpy(), page_words).part_words == part_words
+    )

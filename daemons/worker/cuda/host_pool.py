@@ -1,5 +1,7 @@
 """Host pages of a GPU worker: page-locked memory that copies on streams of their own read and write.
 
+Copy engines move pages with long rows, and a kernel of few programs those with short ones.
+
 compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
 save:                      +-- waits for step k -- save --event--------------------------------^
 load:                      +-- waits for step k, and for saves of its pages -- load --event--> told to the scheduler
@@ -7,6 +9,7 @@ load:                      +-- waits for step k, and for saves of its pages -- l
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections import deque
@@ -21,14 +24,18 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.copy_engine import CopyEngine, driver_copy, fits_engine
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
-# Of one registration, a multiple of the largest page of memory; and threads that register at a time.
-_LOCKED_WORDS = 1 << 28
+_log = get_logger(__name__)
+
+# Of one registration at most, the largest page of memory, and threads that register at a time.
+_LOCKED_WORDS, _HUGE_WORDS = 1 << 28, 1 << 19
 _LOCKING_THREADS = 8
 
 
@@ -61,14 +68,22 @@ class CudaHostPool(HostPool):
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         rows = None if segment is None else segment.open(self.num_pages, self.page_bytes)
-        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows)
+        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows, page_words)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
         self.num_programs = NUM_PROGRAMS
-        # Compiles both kernels: no step waits for that.
+        self.engine: CopyEngine | None = None
+        """Copies the pages; None: a kernel does."""
+        pages_together = self._memory.part_words // page_words
+        if fits_engine(self._planes) and pages_together * page_words == self._memory.part_words:
+            try:
+                self.engine = CopyEngine(self._planes, self._words, pages_together, driver_copy())
+            except OSError as error:
+                _log.warning("copy_engine_missing", error=repr(error))
+        # Compiles both kernels, where they copy: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
@@ -118,6 +133,10 @@ class CudaHostPool(HostPool):
         self._loads.clear()
 
     def _copy(self, stream: torch.cuda.Stream, device_pages: IntArray, host_pages: IntArray, *, to_host: bool) -> _Copy:
+        if self.engine is not None:
+            with torch.cuda.device(self._device.torch_device):
+                self.engine.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
+            return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
         with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
             both = torch.from_numpy(np.stack([device_pages, host_pages])).pin_memory()
             on_device, offset = both.to(self._device.torch_device, non_blocking=True), 0
@@ -141,15 +160,20 @@ class LockedMemory:
 
     torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
 
-    rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed.
+    rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed. It is locked in parts of
+    `part_words`, each a multiple of `page_words` where there is a common multiple with pages of memory.
     """
 
-    def __init__(self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None, page_words: int = 1
+    ) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         locked: list[int] = []
+        unit = math.lcm(page_words, _HUGE_WORDS)
+        self.part_words = _LOCKED_WORDS - _LOCKED_WORDS % unit or _LOCKED_WORDS
 
         def lock(start: int) -> None:
-            part = self.words[start : start + _LOCKED_WORDS]
+            part = self.words[start : start + self.part_words]
             if rows is None:
                 part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
             with torch.cuda.device(device):
@@ -164,7 +188,7 @@ class LockedMemory:
             else:
                 self.words = torch.from_numpy(rows.reshape(-1).view(np.int32))
             with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
-                list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
+                list(pool.map(lock, range(0, num, self.part_words)))
         except (MemoryError, OSError, RuntimeError) as error:
             _unlock(locked, None)
             message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"

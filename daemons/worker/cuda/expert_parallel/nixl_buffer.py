@@ -59,6 +59,8 @@ class NixlBuffer:
     def __init__(self, module: ModuleType, ranks: RankGroup, shape: BufferShape, device: torch.device) -> None:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
+        self._id_dtype: torch.dtype = getattr(module, "topk_idx_t", torch.int64)
+        """What its kernels were compiled for."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
             self._buffer = module.Buffer(
@@ -78,14 +80,15 @@ class NixlBuffer:
     def dispatch(self, x_TD: torch.Tensor, slots_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
         shape = self._shape
         x_PXD, counts_P, handle, _, _ = self._buffer.low_latency_dispatch(
-            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False
+            x_TD, slots_TA.to(self._id_dtype), shape.max_rows, shape.num_slots, use_fp8=False
         )
         return x_PXD, counts_P, handle
 
     def combine(
         self, results_PXD: torch.Tensor, slots_TA: torch.Tensor, weights_TA: torch.Tensor, handle: object
     ) -> torch.Tensor:
-        combined_TD: torch.Tensor = self._buffer.low_latency_combine(results_PXD, slots_TA, weights_TA, handle)[0]
+        ids_TA = slots_TA.to(self._id_dtype)
+        combined_TD: torch.Tensor = self._buffer.low_latency_combine(results_PXD, ids_TA, weights_TA, handle)[0]
         return combined_TD
 
     def masked(self) -> torch.Tensor | None:
