@@ -129,7 +129,7 @@ class WorkerSettings(CommonSettings):
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
     two_batch_min_rows: int = setting(0, "with --ep-size, steps in which a rank has so many rows run as two half "
-        "batches: one computes while rows of the other travel; 0: none does")  # fmt: skip
+        "batches: one computes while rows of the other travel; 0: none does (CUDA: at low latency)")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
@@ -291,9 +291,9 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
-    if settings.two_batch_min_rows:
-        raise ValueError(f"{_flag('two_batch_min_rows')} is for --backend cpu: ranks on GPUs do not cut steps in two "
-            "yet")  # fmt: skip
+    if settings.two_batch_min_rows and settings.attention_backend == "flashinfer":
+        raise ValueError(f"{_flag('two_batch_min_rows')} needs --attention-backend triton (or torch): flashinfer plans "
+            "one batch at a time")  # fmt: skip
 
 
 def _flag(name: str) -> str:

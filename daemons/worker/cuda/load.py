@@ -89,6 +89,7 @@ class DeviceSettings:
     max_drafts: int = 0
     tp_collectives: str = "auto"
     ep_transport: str = "auto"
+    two_batch_min_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,7 @@ def load_on_device(
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
         # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
+        two_batch_min_rows=0 if experts is None else settings.two_batch_min_rows,
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
@@ -230,7 +232,7 @@ def load_on_device(
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
-        sizes = tuned_rows(graph_rows, settings.max_drafts)
+        sizes = tuned_rows(graph_rows, settings.max_drafts, limits.two_batch_min_rows)
         return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group, experts=experts))
 
     if compilers is not None and settings.kernels == "triton":
@@ -308,6 +310,7 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
+        * (2 if limits.two_batch_min_rows else 1)
         + network_work_bytes(loaded.network, settings, limits.max_total_len)
         + _dispatch_bytes(loaded),
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,

@@ -33,7 +33,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
-from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
+from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
@@ -67,7 +67,7 @@ _WARM_UP_DECODES = 100
 # Flags that decide to how many rows a step is padded.
 _STEP_FLAGS = (
     "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs, "
-    "--tp-collectives and --ep-transport"
+    "--tp-collectives, --ep-transport and --two-batch-min-rows"
 )
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -79,13 +79,15 @@ NetworkCreator = Callable[[SlotState], DeviceNetwork]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows, prompt_rows: sizes of
-    the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is."""
+    the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is.
+    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do."""
 
     num_slots: int
     max_tokens_per_step: int
     max_total_len: int
     graph_rows: tuple[int, ...]
     prompt_rows: tuple[int, ...] = ()
+    two_batch_min_rows: int = 0
 
 
 class DeviceRunner(ModelRunner):
@@ -177,6 +179,7 @@ class DeviceRunner(ModelRunner):
                 graph_rows=limits.graph_rows,
                 use_pdl=use_pdl,
                 experts=experts,
+                second=self._second_half(create_attention, limits.two_batch_min_rows),
             )
             vectors = PromptVectors(device, model, embed_pooling)
             self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
@@ -184,6 +187,11 @@ class DeviceRunner(ModelRunner):
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
         self._chains: SlotChains | None = None
+
+    def _second_half(self, create_attention: AttentionCreator, min_rows: int) -> SecondHalf | None:
+        if not min_rows or self._experts is None:
+            return None
+        return SecondHalf(create_attention(self.slots.page_tables), min_rows)
 
     def verify(
         self,
