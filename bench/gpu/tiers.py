@@ -4,9 +4,9 @@
     python bench/gpu/tiers.py --kv-gb 4 --chat-tokens 4096 --host-gb 36
 
 The chats' KV is --working-set times the GPU's after their last turn. A turn has one request of each chat, in an order
-of its own, --clients at a time (0: as many as the GPU's pages hold, less one, whose pages are room for loads). TTFT is
-from submit to the first token; the hit rate is of tokens of earlier turns, all of which a cache without end would have.
-The first turn fills the caches and is told apart; of it the device alone keeps the last chats, and computes no more.
+of its own, --clients at a time (0: as many as the GPU's pages hold). TTFT is from submit to the first token; the hit
+rate is of tokens of earlier turns, all of which a cache without end would have. The first turn fills the caches and is
+told apart; of it the device alone keeps the last chats, and computes no more.
 
 Scheduler and worker run in one process, random weights. Prints a line of JSON after each turn, with all that is known
 by then: the last one is the result, whenever it is ended. `decodes`: device time of steps of decodes alone, by what the
@@ -80,7 +80,7 @@ class Chats:
         self.planner.begin_epoch(1, group, None)
         self.pending: deque[_Launched] = deque()
         self.num_chats = max(2, int(args.working_set * pool_tokens / chat_tokens))
-        self.clients = args.clients or max(1, pool_tokens // chat_tokens - 1)
+        self.clients = args.clients or max(1, pool_tokens // chat_tokens)
         random = np.random.default_rng(1)
         first = chat_tokens - args.turns * (args.message_tokens + args.output_tokens)
         self.histories = [random.integers(10, 30_000, first).astype(np.int32) for _ in range(self.num_chats)]

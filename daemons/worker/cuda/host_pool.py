@@ -4,7 +4,7 @@ Copy engines move pages with long rows, and a kernel of few programs those with 
 
 compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
 save:                      +-- waits for step k -- save --event--------------------------------^
-load:                      +-- waits for step k, and for saves of its pages -- load --event--> told to the scheduler
+load:    waits for the last step that used its pages, and for saves of them -- load --event--> told to the scheduler
 """
 
 from __future__ import annotations
@@ -87,8 +87,16 @@ class CudaHostPool(HostPool):
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
-        self.save(page, first)
-        self.load(first, page)
+        try:
+            self.save(page, first)
+            self.load(first, page)
+        except RuntimeError as error:
+            if self.engine is None:
+                raise
+            _log.warning("copy_engine_refused", error=repr(error))
+            self.engine = None
+            self.save(page, first)
+            self.load(first, page)
         self.wait()
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
@@ -98,9 +106,12 @@ class CudaHostPool(HostPool):
             late.event.hold(stream)
         self._saves.append(self._copy(stream, device_pages, host_pages, to_host=True))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> CudaEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> CudaEvent:
         stream = self._load_stream
-        stream.wait_stream(self._device.stream)
+        if isinstance(behind, CudaEvent):
+            behind.hold(stream)
+        elif behind is not DONE:
+            stream.wait_stream(self._device.stream)
         if late := _last_with(self._saves, device_pages, host_pages):
             late.event.hold(stream)
         copy = self._copy(stream, device_pages, host_pages, to_host=False)
