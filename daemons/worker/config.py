@@ -291,10 +291,9 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
-    for name in ("two_batch_min_rows", "ep_redundant_experts"):
-        if getattr(settings, name):
-            raise ValueError(f"{_flag(name)} is for --backend cpu: ranks on GPUs neither cut steps in two nor move "
-                "experts yet")  # fmt: skip
+    if settings.two_batch_min_rows:
+        raise ValueError(f"{_flag('two_batch_min_rows')} is for --backend cpu: ranks on GPUs do not cut steps in two "
+            "yet")  # fmt: skip
 
 
 def _flag(name: str) -> str:

@@ -75,7 +75,7 @@ class Ranks:
         gate_up[: share.size], down[: share.size] = (w[share.start : share.stop] for w in (self.w_gate_up, self.w_down))
         norm = torch.ones(HIDDEN).bfloat16()
         return DispatchedExperts(
-            PlainExperts(ops, gate_up, down), self.dispatches[rank], placed, num_experts, norm, ops.gemm
+            PlainExperts(ops, gate_up, down), self.dispatches[rank], placed, num_experts, norm, ops
         )
 
     def on_all(self, call: Callable[[int], T]) -> list[T]:

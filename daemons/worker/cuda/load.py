@@ -29,6 +29,7 @@ from radixmesh.daemons.worker.cuda.drafting.load import (
 )
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves, moving_bytes
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel, SharedOut
@@ -273,7 +274,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
         )
         device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
-        return DeviceRunner(
+        runner = DeviceRunner(
             loaded.device,
             device_model,
             pool,
@@ -286,6 +287,10 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             group=loaded.kernels.group,
             experts=None if loaded.experts is None else loaded.experts.dispatch,
         )
+    if loaded.experts is not None:
+        layers, dispatch = device_model.shared_experts(), loaded.experts.dispatch
+        runner.expert_moves = DeviceExpertMoves(layers, dispatch, loaded.device, model.read_experts)
+    return runner
 
 
 def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
@@ -314,7 +319,8 @@ def _dispatch_bytes(loaded: ModelOnDevice) -> int:
     shared, model = loaded.experts, loaded.model
     if shared is None:
         return 0
-    return shared.dispatch.buffer_bytes(shared.placed.slots_per_rank(model.num_experts), model.hidden_size)
+    num_slots = shared.placed.slots_per_rank(model.num_experts)
+    return shared.dispatch.buffer_bytes(num_slots, model.hidden_size) + moving_bytes(num_slots, model.expert_bytes())
 
 
 def _check_rows(settings: DeviceSettings) -> None:

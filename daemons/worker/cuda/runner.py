@@ -28,6 +28,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
@@ -246,6 +247,8 @@ class DeviceRunner(ModelRunner):
                 link.form()
         if any(link.is_captured_anew for link in links):
             self.warm_up(is_compiled=True)
+        if isinstance(self.expert_moves, DeviceExpertMoves):
+            self.expert_moves.forget_picks()
 
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         experts = self._experts
@@ -467,6 +470,8 @@ class DeviceRunner(ModelRunner):
         are asked for."""
         num_rows, is_guided = len(slots), self.masks.is_guided(slots)
         check_experts = None if self._experts is None else self._experts.launched(self.device)
+        moves = self.expert_moves
+        loads = moves.launched() if isinstance(moves, DeviceExpertMoves) else None
 
         def collect() -> StepOutput:
             end.wait()
@@ -485,6 +490,7 @@ class DeviceRunner(ModelRunner):
                 logprobs={row: of for row, of in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0},
                 start_ns=start_ns,
                 end_ns=end_ns,
+                expert_loads=None if loads is None else loads(),
             )
 
         return StepHandle(end, collect, fetched.tokens if is_guided else None)

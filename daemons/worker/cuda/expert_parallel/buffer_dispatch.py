@@ -10,7 +10,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -140,6 +140,9 @@ class BufferDispatch(DeviceDispatch):
                 raise RankLost(f"rows of ranks {told_N.nonzero().flatten().tolist()} did not come in time")
 
         return check
+
+    def exchange(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self._normal.exchange(x, to_ranks, from_ranks)
 
     def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
         buffer = self._buffer

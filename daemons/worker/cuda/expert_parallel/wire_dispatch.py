@@ -56,6 +56,9 @@ class WireDispatch(DeviceDispatch):
         self._is_formed = False
         self._wire.leave()
 
+    def exchange(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self._wire.all_to_all(x, to_ranks, from_ranks)
+
     def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
         return self._to_all(x_TD, routes, num_held) if self.room else self._to_some(x_TD, routes, num_held)
 

@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
@@ -51,6 +52,7 @@ from radixmesh.daemons.worker.cuda.model.routed_mlp import (
     SharedExpert,
     missing_of_experts,
     rule_of,
+    shared_out,
     variant_of,
 )
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
@@ -158,6 +160,10 @@ class LoadedDecoder(LoadedModel):
             self.dtype.itemsize
         )
 
+    def expert_bytes(self) -> int:
+        mlps = (layer.mlp for layer in self.weights.layers)
+        return next((mlp.experts.expert_bytes for mlp in mlps if isinstance(mlp, RoutedWeights)), 0)
+
     def position_bytes(self) -> int:
         # cos and sin of half a head each, float32.
         return 4 * self.config.head_dim * len(self.ropes)
@@ -182,6 +188,7 @@ class DeviceDecoder(DeviceModel):
         if self._vocabulary is not None:
             self.embedding_VD = ids_as_embedding(config.vocab_size, device)
         self.kernels = kernels
+        self._shared = kernels.experts
         self._config = config
         self._positions_PD = weights.positions_PD
         # Rounded as the embedding is, which transformers does.
@@ -212,6 +219,8 @@ class DeviceDecoder(DeviceModel):
             x_TD *= self._embedding_scale
         if self._positions_PD is not None:
             x_TD += functional.embedding(target.positions_T, self._positions_PD)
+        if self._shared is not None:
+            self._shared.next_rows(target)
         residual = Residual(x_TD)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention, hidden)
@@ -246,6 +255,9 @@ class DeviceDecoder(DeviceModel):
         if config.logit_softcap is not None:
             logits_TV.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
         return logits_TV
+
+    def shared_experts(self) -> tuple[DispatchedExperts, ...]:
+        return shared_out(layer.mlp for layer in self.parts)
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return self._final_norm(hidden_TD).float()

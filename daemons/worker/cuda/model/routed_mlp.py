@@ -5,10 +5,12 @@ Legend: T rows, D hidden size, E experts. Weights are [out, in].
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import Experts, RowExperts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
@@ -105,6 +107,12 @@ class RoutedMlp(Mlp):
         result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
         rows_TD = residual.rows()
         rows_TD += result_TD
+
+
+def shared_out(mlps: Iterable[Mlp]) -> tuple[DispatchedExperts, ...]:
+    """The experts of these layers that are divided among ranks."""
+    experts = (mlp.experts for mlp in mlps if isinstance(mlp, RoutedMlp))
+    return tuple(of_layer for of_layer in experts if isinstance(of_layer, DispatchedExperts))
 
 
 def rule_of(experts: ExpertsConfig) -> RouterRule:
