@@ -131,7 +131,7 @@ def slower(device: CudaDevice, host: CudaHostPool, copy: Callable[[], object]) -
         rows = torch.ones(2048, 4096, dtype=torch.bfloat16, device=device.torch_device)
         weights = torch.ones(4096, 28672, dtype=torch.bfloat16, device=device.torch_device)
     ratios = {}
-    for name, work in {"reads": (matrix, vector, 20), "gemm": (rows, weights, 20)}.items():
+    for name, work in {"reads": (matrix, vector, 12), "gemm": (rows, weights, 12)}.items():
         first, second, times = *work[:2], []
         for is_copying in (False, False, True):
             torch.cuda.synchronize()
@@ -152,9 +152,9 @@ def slower(device: CudaDevice, host: CudaHostPool, copy: Callable[[], object]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="of the device's pool")
-    parser.add_argument("--host-bytes", type=int, default=5 << 30)
-    parser.add_argument("--programs", type=int, nargs="+", default=[ENGINE, 4, 8, 16, 32, 48], help="0: copy engines")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the device's pool")
+    parser.add_argument("--host-bytes", type=int, default=3 << 30)
+    parser.add_argument("--programs", type=int, nargs="+", default=[ENGINE, 16, 48, 8], help="0: copy engines")
     args = parser.parse_args()
     device = CudaDevice()
     results: list[object] = []

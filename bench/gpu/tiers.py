@@ -250,12 +250,14 @@ def main() -> None:
         "host_pool_s": round(time.perf_counter() - loaded, 2),
     }
     print(json.dumps(report), flush=True)
+    compared: dict[str, object] = {}
     for chat_tokens in args.chat_tokens:
         found: dict[str, object] = {}
         report[f"chats of {chat_tokens}"] = found
         for policy in args.policies:
             _measure(Chats(runner, args, policy, chat_tokens), policy, found, report, began + args.seconds)
-        _compare(found, args.policies)
+        compared[str(chat_tokens)] = _compared(found, args.policies)
+    report["compared"] = compared
     print(json.dumps(report), flush=True)
 
 
@@ -278,16 +280,19 @@ def _measure(chats: Chats, policy: str, found: dict[str, object], report: dict[s
     chats.executor.finish_all()
 
 
-def _compare(found: dict[str, object], policies: Sequence[str]) -> None:
-    """Adds each policy's figures over those of the first, of the last turn of each."""
+def _compared(found: dict[str, object], policies: Sequence[str]) -> dict[str, object]:
+    """Each policy's figures over those of the first, of the last turn of each."""
     turns = {policy: found[policy]["later"] for policy in policies if found[policy]["later"]}  # type: ignore[index]
-    base = turns.get(policies[0])
+    ratios: dict[str, object] = {}
     for policy in policies[1:]:
-        if base and policy in turns:
-            last, first = turns[policy][-1], base[-1]
-            found[f"{policy} over {policies[0]}"] = {
-                name: round(last[name] / first[name], 3) for name in ("tok_s", "ttft_mean_ms", "ttft_p99_ms")
+        if policies[0] in turns and policy in turns:
+            last, first = turns[policy][-1], turns[policies[0]][-1]
+            ratios[policy] = {
+                "hit_rate": last["hit_rate"],
+                **{name: round(last[name] / first[name], 3) for name in ("tok_s", "ttft_mean_ms", "ttft_p99_ms")},
+                "saving_cost": found[policy]["first"]["saving_cost"],  # type: ignore[index]
             }
+    return ratios
 
 
 if __name__ == "__main__":
