@@ -1,6 +1,6 @@
 """Host pages of a GPU worker: page-locked memory that copies on streams of their own read and write.
 
-Copy engines move pages with long rows, and a kernel of few programs those with short ones.
+How they copy: `page_copies.py`.
 
 compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
 save:                      +-- waits for step k -- save --event--------------------------------^
@@ -25,12 +25,11 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.copy_engine import CopyEngine, driver_copy, fits_engine
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
+from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, copies_for, driver_call
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
-from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
 _log = get_logger(__name__)
 
@@ -74,16 +73,8 @@ class CudaHostPool(HostPool):
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
-        self.num_programs = NUM_PROGRAMS
-        self.engine: CopyEngine | None = None
-        """Copies the pages; None: a kernel does."""
-        pages_together = self._memory.part_words // page_words
-        if fits_engine(self._planes) and pages_together * page_words == self._memory.part_words:
-            try:
-                self.engine = CopyEngine(self._planes, self._words, pages_together, driver_copy())
-            except OSError as error:
-                _log.warning("copy_engine_missing", error=repr(error))
-        # Compiles both kernels, where they copy: no step waits for that.
+        self.copies = self._copies_of(page_words)
+        # Compiles kernels, where they copy: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
@@ -91,13 +82,22 @@ class CudaHostPool(HostPool):
             self.save(page, first)
             self.load(first, page)
         except RuntimeError as error:
-            if self.engine is None:
+            if isinstance(self.copies, KernelCopies):
                 raise
-            _log.warning("copy_engine_refused", error=repr(error))
-            self.engine = None
+            _log.warning("copy_engines_refused", error=repr(error))
+            self.copies = KernelCopies(self._planes, self._words)
             self.save(page, first)
             self.load(first, page)
         self.wait()
+
+    def _copies_of(self, page_words: int) -> PageCopies:
+        pages_together, rest = divmod(self._memory.part_words, page_words)
+        try:
+            call = driver_call()
+        except OSError as error:
+            _log.warning("copy_engines_missing", error=repr(error))
+            call = None
+        return copies_for(self._planes, self._words, 0 if rest else pages_together, call)
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         stream = self._save_stream
@@ -144,24 +144,8 @@ class CudaHostPool(HostPool):
         self._loads.clear()
 
     def _copy(self, stream: torch.cuda.Stream, device_pages: IntArray, host_pages: IntArray, *, to_host: bool) -> _Copy:
-        if self.engine is not None:
-            with torch.cuda.device(self._device.torch_device):
-                self.engine.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
-            return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
         with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
-            both = torch.from_numpy(np.stack([device_pages, host_pages])).pin_memory()
-            on_device, offset = both.to(self._device.torch_device, non_blocking=True), 0
-            for plane in self._planes:
-                copy_pages(
-                    plane,
-                    self._words,
-                    on_device[0],
-                    on_device[1],
-                    offset,
-                    to_host=to_host,
-                    num_programs=self.num_programs,
-                )
-                offset += plane.shape[0] * plane.shape[2]
+            self.copies.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
         return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
 
 
