@@ -1,7 +1,7 @@
 """Speed of KV pages between GPU and host memory, one direction at a time, and the cost to what computes meanwhile.
 
 `python bench/gpu/host_copies.py`: pages of 16 tokens and of one of an 8B shape (32 layers, 8 KV heads of 128, bf16:
-128 KiB a token). Ways: copy engines, and kernels of some numbers of programs. `apart`: pages in random order on both
+128 KiB a token). Ways: see page_copies.py; a number is the programs of a kernel. `apart`: pages in random order on both
 sides; `runs`: as prefixes have them, 256 that follow each other. Prints JSON after each way, GB/s as 1e9 bytes; the
 last line is the result. `slower`: time of reading 2 GB again and again, and of a GEMM of 2048 rows, beside copies, over
 that without. `is_equal`: what was saved and loaded is what it was.
@@ -19,16 +19,21 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.cuda.copy_engine import CopyEngine, driver_copy
 from radixmesh.daemons.worker.cuda.device import CudaDevice
 from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
+from radixmesh.daemons.worker.cuda.page_copies import (
+    EngineCopies,
+    KernelCopies,
+    PageCopies,
+    StagedCopies,
+    driver_call,
+)
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 
 LAYOUT = KvLayout(
     num_layers=32, planes=(KvPlane(name="keys", row_shape=(8, 128)), KvPlane(name="values", row_shape=(8, 128)))
 )
-ENGINE = 0
 RUN_TOKENS = 256 * 16
 
 
@@ -37,7 +42,7 @@ def copies(
     page_size: int,
     num_tokens: int,
     host_bytes: int,
-    ways: Sequence[int],
+    ways: Sequence[str],
     found: dict[str, object],
     tell: Callable[[], None],
 ) -> None:
@@ -47,9 +52,7 @@ def copies(
     start = time.perf_counter()
     host = CudaHostPool(device, pool.page_words(), host_bytes, spare_page=num_pages)
     found |= {"page_size": page_size, "start_s": round(time.perf_counter() - start, 2)}
-    found["default"] = "kernel" if host.engine is None else "engine"
-    pages_together = (1 << 28) // (host.page_bytes // 4)
-    engine = CopyEngine(host._planes, host._words, pages_together, driver_copy())
+    found["default"] = type(host.copies).__name__
     random = np.random.default_rng(0)
     num = min(num_pages, host.num_pages) // 2
     apart = (
@@ -58,10 +61,8 @@ def copies(
     )
     runs = (_runs(num_pages, RUN_TOKENS // page_size, num), _runs(host.num_pages, RUN_TOKENS // page_size, num))
     gigabytes = num * host.page_bytes / 1e9
-    for programs in ways:
-        name = f"kernel of {programs}" if programs else "engine"
-        host.engine = None if programs else engine
-        host.num_programs = programs
+    for name in ways:
+        host.copies = _way(name, host)
         of_way: dict[str, object] = {}
         found[name] = of_way
         for form, (device_pages, host_pages) in {"apart": apart, "runs": runs}.items():
@@ -79,6 +80,13 @@ def copies(
         of_way["call_us"] = round((time.perf_counter() - start) / 200 * 1e6, 1)
         host.wait()
         tell()
+
+
+def _way(name: str, host: CudaHostPool) -> PageCopies:
+    planes, words, pages_together = host._planes, host._words, host._memory.part_words // host._words.shape[1]
+    if name.isdigit():
+        return KernelCopies(planes, words, int(name))
+    return {"engines": EngineCopies, "staged": StagedCopies}[name](planes, words, pages_together, driver_call())
 
 
 def _both(host: CudaHostPool, device_pages: IntArray, host_pages: IntArray) -> dict[str, Callable[[], object]]:
@@ -131,7 +139,7 @@ def slower(device: CudaDevice, host: CudaHostPool, copy: Callable[[], object]) -
         rows = torch.ones(2048, 4096, dtype=torch.bfloat16, device=device.torch_device)
         weights = torch.ones(4096, 28672, dtype=torch.bfloat16, device=device.torch_device)
     ratios = {}
-    for name, work in {"reads": (matrix, vector, 20), "gemm": (rows, weights, 20)}.items():
+    for name, work in {"reads": (matrix, vector, 12), "gemm": (rows, weights, 12)}.items():
         first, second, times = *work[:2], []
         for is_copying in (False, False, True):
             torch.cuda.synchronize()
@@ -152,9 +160,11 @@ def slower(device: CudaDevice, host: CudaHostPool, copy: Callable[[], object]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="of the device's pool")
-    parser.add_argument("--host-bytes", type=int, default=5 << 30)
-    parser.add_argument("--programs", type=int, nargs="+", default=[ENGINE, 4, 8, 16, 32, 48], help="0: copy engines")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the device's pool")
+    parser.add_argument("--host-bytes", type=int, default=3 << 30)
+    parser.add_argument(
+        "--ways", nargs="+", default=["engines", "staged", "16", "48"], help="engines, staged, or programs of a kernel"
+    )
     args = parser.parse_args()
     device = CudaDevice()
     results: list[object] = []
@@ -167,7 +177,7 @@ def main() -> None:
             page_size,
             args.tokens,
             args.host_bytes,
-            args.programs,
+            args.ways,
             found,
             lambda: print(json.dumps(report), flush=True),
         )

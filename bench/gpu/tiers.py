@@ -4,9 +4,9 @@
     python bench/gpu/tiers.py --kv-gb 4 --chat-tokens 4096 --host-gb 36
 
 The chats' KV is --working-set times the GPU's after their last turn. A turn has one request of each chat, in an order
-of its own, --clients at a time (0: as many as the GPU's pages hold, less one, whose pages are room for loads). TTFT is
-from submit to the first token; the hit rate is of tokens of earlier turns, all of which a cache without end would have.
-The first turn fills the caches and is told apart; of it the device alone keeps the last chats, and computes no more.
+of its own, --clients at a time (0: as many as the GPU's pages hold). TTFT is from submit to the first token; the hit
+rate is of tokens of earlier turns, all of which a cache without end would have. The first turn fills the caches and is
+told apart; of it the device alone keeps the last chats, and computes no more.
 
 Scheduler and worker run in one process, random weights. Prints a line of JSON after each turn, with all that is known
 by then: the last one is the result, whenever it is ended. `decodes`: device time of steps of decodes alone, by what the
@@ -80,7 +80,7 @@ class Chats:
         self.planner.begin_epoch(1, group, None)
         self.pending: deque[_Launched] = deque()
         self.num_chats = max(2, int(args.working_set * pool_tokens / chat_tokens))
-        self.clients = args.clients or max(1, pool_tokens // chat_tokens - 1)
+        self.clients = args.clients or max(1, pool_tokens // chat_tokens)
         random = np.random.default_rng(1)
         first = chat_tokens - args.turns * (args.message_tokens + args.output_tokens)
         self.histories = [random.integers(10, 30_000, first).astype(np.int32) for _ in range(self.num_chats)]
@@ -250,12 +250,14 @@ def main() -> None:
         "host_pool_s": round(time.perf_counter() - loaded, 2),
     }
     print(json.dumps(report), flush=True)
+    compared: dict[str, object] = {}
     for chat_tokens in args.chat_tokens:
         found: dict[str, object] = {}
         report[f"chats of {chat_tokens}"] = found
         for policy in args.policies:
             _measure(Chats(runner, args, policy, chat_tokens), policy, found, report, began + args.seconds)
-        _compare(found, args.policies)
+        compared[str(chat_tokens)] = _compared(found, args.policies)
+    report["compared"] = compared
     print(json.dumps(report), flush=True)
 
 
@@ -278,16 +280,19 @@ def _measure(chats: Chats, policy: str, found: dict[str, object], report: dict[s
     chats.executor.finish_all()
 
 
-def _compare(found: dict[str, object], policies: Sequence[str]) -> None:
-    """Adds each policy's figures over those of the first, of the last turn of each."""
+def _compared(found: dict[str, object], policies: Sequence[str]) -> dict[str, object]:
+    """Each policy's figures over those of the first, of the last turn of each."""
     turns = {policy: found[policy]["later"] for policy in policies if found[policy]["later"]}  # type: ignore[index]
-    base = turns.get(policies[0])
+    ratios: dict[str, object] = {}
     for policy in policies[1:]:
-        if base and policy in turns:
-            last, first = turns[policy][-1], base[-1]
-            found[f"{policy} over {policies[0]}"] = {
-                name: round(last[name] / first[name], 3) for name in ("tok_s", "ttft_mean_ms", "ttft_p99_ms")
+        if policies[0] in turns and policy in turns:
+            last, first = turns[policy][-1], turns[policies[0]][-1]
+            ratios[policy] = {
+                "hit_rate": last["hit_rate"],
+                **{name: round(last[name] / first[name], 3) for name in ("tok_s", "ttft_mean_ms", "ttft_p99_ms")},
+                "saving_cost": found[policy]["first"]["saving_cost"],  # type: ignore[index]
             }
+    return ratios
 
 
 if __name__ == "__main__":

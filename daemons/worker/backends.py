@@ -233,6 +233,7 @@ def _load_cuda(
             max_drafts=max(num_forced, 0 if speculation is None else speculation.max_drafts),
             tp_collectives=settings.tp_collectives,
             ep_transport=settings.ep_transport,
+            two_batch_min_rows=settings.two_batch_min_rows,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,

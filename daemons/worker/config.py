@@ -129,7 +129,7 @@ class WorkerSettings(CommonSettings):
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
     two_batch_min_rows: int = setting(0, "with --ep-size, steps in which a rank has so many rows run as two half "
-        "batches: one computes while rows of the other travel; 0: none does")  # fmt: skip
+        "batches: one computes while rows of the other travel; 0: none does (CUDA: at low latency)")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
@@ -296,10 +296,9 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
-    for name in ("two_batch_min_rows", "ep_redundant_experts"):
-        if getattr(settings, name):
-            raise ValueError(f"{_flag(name)} is for --backend cpu: ranks on GPUs neither cut steps in two nor move "
-                "experts yet")  # fmt: skip
+    if settings.two_batch_min_rows and settings.attention_backend == "flashinfer":
+        raise ValueError(f"{_flag('two_batch_min_rows')} needs --attention-backend triton (or torch): flashinfer plans "
+            "one batch at a time")  # fmt: skip
 
 
 def _flag(name: str) -> str:

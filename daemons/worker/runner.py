@@ -161,7 +161,7 @@ class StepOutput:
     start_ns: int
     end_ns: int
     expert_rows: int | None = None
-    """As in StepResult; None: all experts are here."""
+    """As in StepResult; None: all experts are here, or nobody counts the rows that come."""
     expert_loads: IntArray | None = None
     """As in StepResult; None: not now."""
 

@@ -1,16 +1,17 @@
 """Host pages of a GPU worker: page-locked memory that copies on streams of their own read and write.
 
-Copy engines move pages with long rows, and a kernel of few programs those with short ones.
+How they copy: `page_copies.py`.
 
 compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
 save:                      +-- waits for step k -- save --event--------------------------------^
-load:                      +-- waits for step k, and for saves of its pages -- load --event--> told to the scheduler
+load:    waits for the last step that used its pages, and for saves of them -- load --event--> told to the scheduler
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -25,18 +26,20 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.copy_engine import CopyEngine, driver_copy, fits_engine
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
+from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, driver_call, fastest, ways_for
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
-from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
 _log = get_logger(__name__)
 
 # Of one registration at most, the largest page of memory, and threads that register at a time.
 _LOCKED_WORDS, _HUGE_WORDS = 1 << 28, 1 << 19
 _LOCKING_THREADS = 8
+_PAGE_WORDS = 1024
+# Loaded at the start by each way, to see how fast it is.
+_PROBED_BYTES = 256 << 20
 
 
 class _Copy(NamedTuple):
@@ -74,22 +77,45 @@ class CudaHostPool(HostPool):
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
-        self.num_programs = NUM_PROGRAMS
-        self.engine: CopyEngine | None = None
-        """Copies the pages; None: a kernel does."""
-        pages_together = self._memory.part_words // page_words
-        if fits_engine(self._planes) and pages_together * page_words == self._memory.part_words:
-            try:
-                self.engine = CopyEngine(self._planes, self._words, pages_together, driver_copy())
-            except OSError as error:
-                _log.warning("copy_engine_missing", error=repr(error))
-        # Compiles both kernels, where they copy: no step waits for that.
+        # Kernels are compiled, where they copy: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
-        self.save(page, first)
-        self.load(first, page)
+        ways = self._ways(page_words, page, first)
+        self.copies = ways[0] if len(ways) == 1 else fastest(ways, [self._seconds(way, spare_page) for way in ways])
+
+    def _ways(self, page_words: int, page: IntArray, first: IntArray) -> list[PageCopies]:
+        """Ways that work. page: of the device, that keeps what it has; first: of the host, that is overwritten."""
+        pages_together, rest = divmod(self._memory.part_words, page_words)
+        try:
+            call = driver_call()
+        except OSError as error:
+            _log.warning("copy_engines_missing", error=repr(error))
+            call = None
+        ways = []
+        for way in ways_for(self._planes, self._words, 0 if rest else pages_together, call):
+            self.copies = way
+            try:
+                self.save(page, first)
+                self.load(first, page)
+            except RuntimeError as error:
+                _log.warning("copy_engines_refused", way=type(way).__name__, error=repr(error))
+                continue
+            ways.append(way)
+        return ways or [KernelCopies(self._planes, self._words)]
+
+    def _seconds(self, way: PageCopies, num_pages: int) -> float:
+        """Of a load; device pages hold nothing yet, and host pages are only read."""
+        num = min(num_pages, self.num_pages, max(1, _PROBED_BYTES // self.page_bytes))
+        pages, self.copies = np.arange(num, dtype=np.int32), way
+        self.load(pages, pages)
         self.wait()
+        start = time.perf_counter()
+        self.load(pages, pages)
+        self.wait()
+        seconds = time.perf_counter() - start
+        _log.info("host_kv_speed", way=type(way).__name__, gbps=round(num * self.page_bytes / seconds / 1e9, 1))
+        return seconds
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         stream = self._save_stream
@@ -98,9 +124,12 @@ class CudaHostPool(HostPool):
             late.event.hold(stream)
         self._saves.append(self._copy(stream, device_pages, host_pages, to_host=True))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> CudaEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> CudaEvent:
         stream = self._load_stream
-        stream.wait_stream(self._device.stream)
+        if isinstance(behind, CudaEvent):
+            behind.hold(stream)
+        elif behind is not DONE:
+            stream.wait_stream(self._device.stream)
         if late := _last_with(self._saves, device_pages, host_pages):
             late.event.hold(stream)
         copy = self._copy(stream, device_pages, host_pages, to_host=False)
@@ -133,24 +162,8 @@ class CudaHostPool(HostPool):
         self._loads.clear()
 
     def _copy(self, stream: torch.cuda.Stream, device_pages: IntArray, host_pages: IntArray, *, to_host: bool) -> _Copy:
-        if self.engine is not None:
-            with torch.cuda.device(self._device.torch_device):
-                self.engine.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
-            return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
         with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
-            both = torch.from_numpy(np.stack([device_pages, host_pages])).pin_memory()
-            on_device, offset = both.to(self._device.torch_device, non_blocking=True), 0
-            for plane in self._planes:
-                copy_pages(
-                    plane,
-                    self._words,
-                    on_device[0],
-                    on_device[1],
-                    offset,
-                    to_host=to_host,
-                    num_programs=self.num_programs,
-                )
-                offset += plane.shape[0] * plane.shape[2]
+            self.copies.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
         return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
 
 
@@ -175,7 +188,8 @@ class LockedMemory:
         def lock(start: int) -> None:
             part = self.words[start : start + self.part_words]
             if rows is None:
-                part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
+                # The kernel finds zeroed memory for it, which takes longest: on all threads at once.
+                part[::_PAGE_WORDS].zero_()
             with torch.cuda.device(device):
                 torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())

@@ -135,7 +135,7 @@ def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart])
     if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
         return Failure.PAGES
     if executor.host is not None:
-        executor.host.pool.overwritten(pages)
+        executor.host.written_beside(pages)
     records.grant(
         pages,
         np.array([len(pages)]),

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -36,7 +36,7 @@ from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
 from radixmesh.daemons.worker.plans.written import Written
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
-from radixmesh.daemons.worker.step_handle import DONE, StepHandle
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent, StepHandle
 
 
 class StepExecutor:
@@ -238,6 +238,8 @@ class StepExecutor:
         if self.host is not None and plan.saves:
             self.host.save(plan.saves, records, self.weights_version)
         for release in plan.releases:
+            if self.host is not None:
+                self.host.used(table.pages(release.slot), plan.step_id - 1)
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
                 self._guides.released(release.slot)
@@ -254,13 +256,20 @@ class StepExecutor:
         if plan.grants:
             self._grant(plan.grants)
         if self.host is not None and plan.loads:
-            self.host.load(plan.loads, records, self.weights_version)
+            self.host.load(plan.loads, records, self.weights_version, self._event_of)
         for copy in plan.page_copies:
+            if self.host is not None:
+                self.host.written_beside(as_ints([copy.source_page, copy.target_page]))
             self.runner.copy_page(copy.source_page, copy.target_page, copy.num_tokens)
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
         if plan.decode_set is not None:
             table.decode_set = plan.decode_set
         return spent_ns
+
+    def _event_of(self, step_id: int) -> DeviceEvent:
+        """Behind all that a step does on the device."""
+        step = self._launched.get(step_id)
+        return DONE if step is None else step.event
 
     def _guide_of(self, admit: Admit) -> Guide | None:
         """The guide of a request with a grammar; where there can be none, its slot has failed."""

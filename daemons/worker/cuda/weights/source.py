@@ -53,6 +53,10 @@ class FolderSource(WeightSource):
     def num_bytes(self) -> int:  # type: ignore[override]
         return self._reader.num_bytes
 
+    def cut_to(self, slices: Mapping[str, TensorSlice]) -> FolderSource:
+        """The same folder, of which other parts of some tensors are taken."""
+        return FolderSource(self._reader, self._scaled, {**self._slices, **slices})
+
     def take(self, name: str) -> StoredWeight:
         cut = self._slices.get(name)
         scales = self._scaled.read_scales(self._reader, name, cut) if name in self._scaled else None
