@@ -75,6 +75,8 @@ def begin_gather(
     _check_source(executor, pages, generations, tokens)
     device = executor.runner.kv_device
     assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
+    if executor.host is not None:
+        executor.host.written_beside(pages)
     device.gather(_token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size), target, part)
     return StepHandle(event := device.record_event(), event.wait)
 
