@@ -115,8 +115,8 @@ def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: in
         assert buffer is not None
 
         def calls() -> torch.Tensor:
-            x_PXD, _, handle = buffer.dispatch(x_TD, slots_TA)
-            return buffer.combine(x_PXD, slots_TA, routes.weights_TA, handle)
+            x_PXD, _, handle, _ = buffer.dispatch(x_TD, slots_TA, is_split=False)
+            return buffer.combine(x_PXD, slots_TA, routes.weights_TA, handle, is_split=False)[0]
 
         return calls
     assert isinstance(dispatch, WireDispatch)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
-from radixmesh.daemons.worker.cuda import host_pool, page_copies
+from radixmesh.daemons.worker.cuda import host_pool
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.cuda.page_copies import EngineCopies, KernelCopies, PageCopies, StagedCopies
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -46,15 +46,13 @@ def _texts(model: str) -> list[tuple[list[int], list[int]]]:
 @pytest.fixture(params=["engines", "staged", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PageCopies]:
     """Of copying pages, whatever the rows are."""
+    way = {"engines": EngineCopies, "staged": StagedCopies, "kernel": KernelCopies}[request.param]
 
-    def refuse() -> None:
-        raise OSError("no driver here")
+    def only(planes: object, words: object, pages_together: int, call: object) -> list[PageCopies]:
+        return [way(planes, words) if way is KernelCopies else way(planes, words, pages_together, call)]
 
-    if request.param == "kernel":
-        monkeypatch.setattr(host_pool, "driver_call", refuse)
-    else:
-        monkeypatch.setattr(page_copies, "MIN_ROW_BYTES", 0 if request.param == "engines" else 1 << 30)
-    return {"engines": EngineCopies, "staged": StagedCopies, "kernel": KernelCopies}[request.param]
+    monkeypatch.setattr(host_pool, "ways_for", only)
+    return way
 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])

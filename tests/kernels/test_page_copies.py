@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from radixmesh.daemons.worker.cuda import page_copies
-from radixmesh.daemons.worker.cuda.page_copies import EngineCopies, KernelCopies, StagedCopies, copies_for
+from radixmesh.daemons.worker.cuda.page_copies import EngineCopies, KernelCopies, StagedCopies, fastest, ways_for
 
 
 class Driver:
@@ -114,14 +114,21 @@ def test_host_pages_that_follow_each_other_are_one_copy_through_a_buffer() -> No
     assert driver.heights == [1, 1, 1] and torch.equal(host, wanted)
 
 
-def test_the_way_goes_by_the_rows() -> None:
-    def way(num_pages: int, num_words: int, pages_together: int = 8) -> type:
+def test_ways_go_by_the_rows() -> None:
+    def ways(num_pages: int, num_words: int, pages_together: int = 8) -> list[type]:
         planes = [torch.empty(2, num_pages, words, dtype=torch.int32, device="meta") for words in (4096, num_words)]
         words = torch.empty(9, 2 * (4096 + num_words), dtype=torch.int32, device="meta")
-        return type(copies_for(planes, words, pages_together, Driver()))
+        return [type(way) for way in ways_for(planes, words, pages_together, Driver())]
 
-    assert way(100, 2048) is EngineCopies and way(100, 2047) is StagedCopies
+    assert ways(100, 2048) == [EngineCopies, StagedCopies] and ways(100, 2047) == [StagedCopies, KernelCopies]
     # Rows that are further apart than the engines can go.
-    assert way((1 << 17) - 1, 2048) is EngineCopies and way(1 << 17, 2048) is StagedCopies
+    assert ways((1 << 17) - 1, 2048) == [EngineCopies, StagedCopies]
+    assert ways(1 << 17, 2048) == [StagedCopies, KernelCopies]
     # Pages that lie in two parts of locked memory.
-    assert way(100, 2048, 0) is KernelCopies
+    assert ways(100, 2048, 0) == [KernelCopies]
+
+
+def test_the_first_way_is_taken_unless_another_is_much_faster() -> None:
+    first, second = (KernelCopies([_words(1, 1, 4)], _words(1, 4)) for _ in range(2))
+    assert fastest([first, second], [1.1, 1.0]) is first and fastest([first, second], [1.0, 2.0]) is first
+    assert fastest([first, second], [1.3, 1.0]) is second

@@ -9,6 +9,7 @@ load:    waits for the last step that used its pages, and for saves of them -- l
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -21,12 +22,15 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
-from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, copies_for, driver_call
+from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, driver_call, fastest, ways_for
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 _log = get_logger(__name__)
+
+# Loaded at the start by each way, to see how fast it is.
+_PROBED_BYTES = 256 << 20
 
 
 class _Copy(NamedTuple):
@@ -64,31 +68,45 @@ class CudaHostPool(HostPool):
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
-        self.copies = self._copies_of(page_words)
-        # Compiles kernels, where they copy: no step waits for that.
+        # Kernels are compiled, where they copy: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
-        try:
-            self.save(page, first)
-            self.load(first, page)
-        except RuntimeError as error:
-            if isinstance(self.copies, KernelCopies):
-                raise
-            _log.warning("copy_engines_refused", error=repr(error))
-            self.copies = KernelCopies(self._planes, self._words)
-            self.save(page, first)
-            self.load(first, page)
-        self.wait()
+        ways = self._ways(page_words, page, first)
+        self.copies = ways[0] if len(ways) == 1 else fastest(ways, [self._seconds(way, spare_page) for way in ways])
 
-    def _copies_of(self, page_words: int) -> PageCopies:
+    def _ways(self, page_words: int, page: IntArray, first: IntArray) -> list[PageCopies]:
+        """Ways that work. page: of the device, that keeps what it has; first: of the host, that is overwritten."""
         pages_together, rest = divmod(self._memory.part_words, page_words)
         try:
             call = driver_call()
         except OSError as error:
             _log.warning("copy_engines_missing", error=repr(error))
             call = None
-        return copies_for(self._planes, self._words, 0 if rest else pages_together, call)
+        ways = []
+        for way in ways_for(self._planes, self._words, 0 if rest else pages_together, call):
+            self.copies = way
+            try:
+                self.save(page, first)
+                self.load(first, page)
+            except RuntimeError as error:
+                _log.warning("copy_engines_refused", way=type(way).__name__, error=repr(error))
+                continue
+            ways.append(way)
+        return ways or [KernelCopies(self._planes, self._words)]
+
+    def _seconds(self, way: PageCopies, num_pages: int) -> float:
+        """Of a load; device pages hold nothing yet, and host pages are only read."""
+        num = min(num_pages, self.num_pages, max(1, _PROBED_BYTES // self.page_bytes))
+        pages, self.copies = np.arange(num, dtype=np.int32), way
+        self.load(pages, pages)
+        self.wait()
+        start = time.perf_counter()
+        self.load(pages, pages)
+        self.wait()
+        seconds = time.perf_counter() - start
+        _log.info("host_kv_speed", way=type(way).__name__, gbps=round(num * self.page_bytes / seconds / 1e9, 1))
+        return seconds
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         stream = self._save_stream

@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 # Of one registration at most, the largest page of memory, and threads that register at a time.
 _LOCKED_WORDS, _HUGE_WORDS = 1 << 28, 1 << 19
 _LOCKING_THREADS = 8
+_PAGE_WORDS = 1024
 
 
 class LockedMemory:
@@ -50,7 +51,8 @@ class LockedMemory:
         def lock(start: int) -> None:
             part = self.words[start : start + self.part_words]
             if rows is None:
-                part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
+                # The kernel finds zeroed memory for it, which takes longest: on all threads at once.
+                part[::_PAGE_WORDS].zero_()
             with torch.cuda.device(device):
                 torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())

@@ -25,6 +25,7 @@ MIN_ROW_BYTES = 8192
 """Rows from here on are copied by engines without a buffer."""
 _STAGE_BYTES = 32 << 20
 _STAGE_PROGRAMS = 264
+_MUCH_FASTER = 1.2
 _MAX_PITCH = (1 << 31) - 1
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 # Fields of the driver's CUDA_MEMCPY2D, 8 bytes each: (type, host address, device address, pitch) of source and target.
@@ -137,18 +138,25 @@ class KernelCopies(PageCopies):
         self._copy_plane_by_plane(pages[0], self._words, pages[1], self._num_programs, to_host=to_host)
 
 
-def copies_for(
+def ways_for(
     planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall | None
-) -> PageCopies:
-    """The way for pages of these rows. pages_together: 0 if pages lie across the ends of locked parts. call: None if
-    the driver cannot be called."""
+) -> list[PageCopies]:
+    """Ways for pages of these rows, the one first that takes least of the SMs. pages_together: 0 if pages lie across
+    the ends of locked parts. call: None if the driver cannot be called."""
     if call is None or not pages_together:
-        return KernelCopies(planes, words)
+        return [KernelCopies(planes, words)]
+    staged = StagedCopies(planes, words, pages_together, call)
     rows = [4 * plane.shape[2] for plane in planes]
     pitches = [row * plane.shape[1] for row, plane in zip(rows, planes, strict=True)]
     if min(rows) >= MIN_ROW_BYTES and max(pitches) <= _MAX_PITCH:
-        return EngineCopies(planes, words, pages_together, call)
-    return StagedCopies(planes, words, pages_together, call)
+        return [EngineCopies(planes, words, pages_together, call), staged]
+    return [staged, KernelCopies(planes, words)]
+
+
+def fastest(ways: Sequence[PageCopies], seconds: Sequence[float]) -> PageCopies:
+    """The first way, unless a later one takes much less time for the same copy."""
+    best = min(range(len(ways)), key=lambda index: seconds[index])
+    return ways[best] if seconds[best] * _MUCH_FASTER < seconds[0] else ways[0]
 
 
 def driver_call() -> CopyCall:
