@@ -72,6 +72,27 @@ async def test_recitations_of_ranks_that_share_experts(transport: str) -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+async def test_recitations_in_halves_while_experts_move() -> None:
+    """Captured steps of two halves; experts move at each chance, also when a rank has come back."""
+    jobs = texts("tiny-deepseek", range(170))
+    flags = {"ep_transport": "nccl", "two_batch_min_rows": 2, "ep_redundant_experts": 2}
+    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], **flags}}
+    scheduler = {"expert_balance_threshold": 1.0, "expert_balance_interval_s": 0.5}
+    worker = {**WORKER, **flags}
+    async with running_mesh(
+        "dp-ep", model="tiny-deepseek", worker=worker, services=services, scheduler=scheduler
+    ) as mesh:
+        for _ in range(3):
+            got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+            wrong = [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers]
+            assert wrong == []
+        await kill_in_turn(
+            mesh, texts("tiny-deepseek", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
+        )
+        assert mesh.bugs == []
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
 async def test_recitations_with_sums_by_nccl() -> None:
     jobs = texts("tiny-llama", range(170))
     worker = {**WORKER, "tp_collectives": "nccl"}

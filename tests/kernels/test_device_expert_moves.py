@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,31 @@ def test_random_weights_take_any_expert() -> None:
 
     with closing(ThreadGroup(2)) as group:
         group.run(rank)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8-block"])
+def test_random_routers_prefer_some_experts_where_the_config_says_so(quantization: str, tmp_path: Path) -> None:
+    """For measuring what moves are worth."""
+    config = json.loads((Path(__file__).parents[2] / "compose/models/tiny-deepseek/config.json").read_text())
+    config |= {"n_routed_experts": 64, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    shares = []
+    for skew in (0.0, 3.0):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dummy_router_skew": skew}))
+
+        def rank(number: int) -> np.ndarray:
+            experts = AllToAllDispatch(group.groups[number])
+            runner = _runner(tmp_path, experts, load_format="dummy", quantization=quantization)
+            runner.formed()
+            generator = np.random.default_rng(number)
+            ids = generator.integers(5, 60, 15).astype(np.int32)
+            runner.set_dispatch_mode(DispatchMode.NORMAL, len(ids))
+            runner.logits([Segment(slot=1, ids=ids, start=0, pages=np.array([3, 1, 2, 0], np.int32))])
+            return torch.stack([layer.picks_E for layer in runner.model.shared_experts()]).sum(dim=0).numpy()
+
+        with closing(ThreadGroup(2)) as group:
+            picks = np.sum(group.run(rank), axis=0)
+        shares.append(picks[: len(picks) // 2].sum() / picks.sum())
+    assert shares[1] > shares[0] + 0.1, shares
 
 
 def test_picks_of_tokens_are_told_every_few_dozen_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from support.cpu_ranks import (
     skewed_deepseek,
     texts,
 )
+from support.replaying_device import ReplayingDevice
 from support.serve_client import ServeClient, serve_client
 from support.triton_interpreter import launch_in_turns
 
@@ -29,10 +30,13 @@ from radixmesh.daemons.scheduler.planning import expert_balancer
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.config import Backend
 from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
+from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 
 pytestmark = [
@@ -56,7 +60,7 @@ def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_runner(
         folder: Path, settings: load.DeviceSettings, *rest: object, ranks: RankGroup | None, **others: object
     ) -> DeviceRunner:
-        device, experts = HostDevice(), others.get("experts")
+        device, experts = ReplayingDevice() if settings.cuda_graphs else HostDevice(), others.get("experts")
         assert experts is None or isinstance(experts, ExpertDispatch)
         group = (
             create_device_group(settings.tp_collectives, ranks, device)
@@ -204,6 +208,65 @@ def _moves_of(ranks: Ranks, rank: int) -> DeviceExpertMoves:
     executor = ranks.workers[rank].daemon.core.executor
     assert executor is not None and isinstance(executor.runner.expert_moves, DeviceExpertMoves)
     return executor.runner.expert_moves
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+async def test_steps_that_run_as_two_halves_recite(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes with room for two rows and more; those with room for one, and all with chunks, run whole."""
+    cut: list[int] = []
+    inner = DecodeSteps._in_halves
+
+    def in_halves(self: DecodeSteps, x_TD: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        cut.append(len(x_TD))
+        return inner(self, x_TD, step)
+
+    monkeypatch.setattr(DecodeSteps, "_in_halves", in_halves)
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "two_batch_min_rows": 2}
+    async with (
+        ranks_of("tiny-deepseek", 1, size, ep_size=size, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        rooms = rooms_of(ranks)
+        cut.clear()
+        await recited(client, chosen)
+        assert cut and min(cut) >= 2 and len(cut) % size == 0, "all ranks cut the same steps"
+        whole = len(cut)
+        await recited(client, chosen[:1])
+        assert len(cut) == whole, "one row is not cut"
+    assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+
+
+@pytest.mark.parametrize("attention", ["torch", pytest.param("triton", marks=pytest.mark.full)])
+async def test_halves_and_moving_experts_in_captured_steps(
+    skewed: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with transports that graphs record, which are captured anew for each generation: all decodes are replayed."""
+    monkeypatch.setattr(HostWire, "can_capture", True)
+    monkeypatch.setattr(HostWire, "is_captured_anew", True)
+    for name in ("_FIRST_SLICE", "_LEAST_SLICE", "_MOST_SLICE"):
+        monkeypatch.setattr(expert_balancer, name, 1 << 20)
+    monkeypatch.setattr(expert_balancer, "_LEAST_PICKS_AN_EXPERT", 4)
+    chosen = texts("tiny-deepseek", 6)
+    expected = await _said_by_one(skewed, chosen)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "ep_redundant_experts": 2, "two_batch_min_rows": 2}
+    sizes |= {"cuda_graphs": True, "attention_backend": attention, "num_slots": 4}
+    async with (
+        ranks_of(skewed, 1, 2, ep_size=2, **sizes) as ranks,
+        scheduler_on(ranks, expert_balance_threshold=0.9, expert_balance_interval_s=0.2) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        while daemon.daemon.loop.planner.experts.num_placed < 2:
+            assert asyncio.get_running_loop().time() < deadline
+            assert await _said(client, chosen) == expected
+        assert await _said(client, chosen) == expected
+        for running in ranks.workers.values():
+            executor = running.daemon.core.executor
+            assert executor is not None and isinstance(executor.runner, DeviceRunner)
+            assert isinstance(executor.runner.device, ReplayingDevice)
+            assert {rows for rows, *_ in executor.runner.device.replayed} >= {1, 2, 4}
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -169,8 +170,9 @@ class StepExecutor:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        followed = None
         if running.tokens is not None:
-            self._guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self._guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -181,7 +183,7 @@ class StepExecutor:
             return StepHandle.of(builder.build_forward(batch, output))
         is_asynchronous = self.runner.is_asynchronous
         written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
-        settle = partial(self._settle, plan.step_id, running, batch, written, builder)
+        settle = partial(self._settle, plan.step_id, running, batch, written, builder, followed)
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
@@ -333,14 +335,18 @@ class StepExecutor:
         batch: ForwardBatch,
         written: Written,
         builder: ResultBuilder,
+        followed: threading.Lock | None,
     ) -> StepResult:
-        """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
+        """Tokens and records take in what the step computed; those of slots and pages that moved on do not. followed:
+        of a step with masks behind it, as of `SlotGuides.launched`.
 
         Steps settle in the order of their launches.
         """
         assert next(iter(self._launched)) == step_id, "steps settle in the order of their launches"
         del self._launched[step_id]
         output = running.result()
+        if followed is not None:
+            self._guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])

@@ -43,7 +43,8 @@ class DeviceDispatch(ABC):
 
     room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
     may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
-    generation needs graphs of its own. tokens: which rows of the next forward are no padding; None: all.
+    generation needs graphs of its own. is_cut: two halves of a step take turns, so that rows of both may be under
+    way at a time. tokens: which rows of the next forward are no padding; None: all.
     """
 
     can_capture: bool = True
@@ -56,6 +57,7 @@ class DeviceDispatch(ABC):
         self.rank, self.size = ranks.rank, ranks.size
         self.max_room = max_room
         self.room = 0
+        self.is_cut = False
         self.tokens: TokenRows | None = None
 
     @property
@@ -96,16 +98,15 @@ class DeviceDispatch(ABC):
         """Rows of anything between two steps, as Communicator.all_to_all, on the current stream. The ranks have met."""
 
     @abstractmethod
-    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
-        """Sends rows to the ranks of the slots that `routes` name, of num_held slots each; what came here."""
+    def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
+        """Sends rows to the ranks of the slots that `routes` name, of num_held slots each. The result, called once, has
+        the stream wait for what comes here: until then rows travel beside what the stream is given."""
 
     @abstractmethod
-    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        """Adds what the ranks have made of the rows that dispatch() was given, in the order of the ranks, in place.
-
-        results: the weighted sum over the picks of each row that came, or, where a dispatch says weights are 1, what
-        its expert made of it.
-        """
+    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Sends back what was made of rows that came: the weighted sum over the picks of each, or, where a dispatch
+        says weights are 1, what its expert made of it. The result, called once, has the stream wait, and adds what the
+        ranks have made of the rows of start_dispatch() to these, in the order of the ranks, in place."""
 
 
 class DispatchedExperts(Experts):
@@ -134,14 +135,26 @@ class DispatchedExperts(Experts):
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype)
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        self.compute(self.send(x_TD, routes)())(residual_TD)
+
+    def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
+        """Begins; as DeviceDispatch.start_dispatch."""
         dispatch = self._dispatch
         routes = self._ops.choose_slots(routes, self._table, self.picks_E, dispatch.rank, dispatch.tokens)
-        came = dispatch.dispatch(x_TD, routes, self._num_held)
+        return dispatch.start_dispatch(x_TD, routes, self._num_held)
+
+    def compute(self, came: Came) -> Callable[[torch.Tensor], None]:
+        """Goes on; as DeviceDispatch.start_combine."""
         results_RD = torch.zeros_like(came.x_RD)
         if len(results_RD):
             self._local.add_to(results_RD, came.x_RD, came.routes)
-        dispatch.combine(came, results_RD, residual_TD)
-        self._ops.gemm.changed()
+        add = self._dispatch.start_combine(came, results_RD)
+
+        def add_to(residual_TD: torch.Tensor) -> None:
+            add(residual_TD)
+            self._ops.gemm.changed()
+
+        return add_to
 
     @property
     def expert_bytes(self) -> int:

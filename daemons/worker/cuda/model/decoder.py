@@ -45,6 +45,7 @@ from radixmesh.daemons.worker.cuda.model.general import (
     needs_general_attention,
     needs_general_mlp,
 )
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, head_order, reorder, reordered, row_order
 from radixmesh.daemons.worker.cuda.model.routed_mlp import (
@@ -215,13 +216,9 @@ class DeviceDecoder(DeviceModel):
     ) -> torch.Tensor:
         if self._vocabulary is not None:
             x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
-        if self._embedding_scale != 1.0:
-            x_TD *= self._embedding_scale
-        if self._positions_PD is not None:
-            x_TD += functional.embedding(target.positions_T, self._positions_PD)
         if self._shared is not None:
             self._shared.next_rows(target)
-        residual = Residual(x_TD)
+        residual = self._begin(x_TD, target)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention, hidden)
         for index, layer in enumerate(self.parts):
@@ -229,6 +226,22 @@ class DeviceDecoder(DeviceModel):
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
         return residual.rows()
+
+    def stages(self, half: HalfBatch) -> Stages:
+        assert self._vocabulary is None and self._shared is not None and not self._config.is_parallel
+        residual = self._begin(half.x_TD, half.target)
+        for layer in self.parts:
+            layer.attention.run(residual, half.target, half.attention)
+            yield from layer.mlp.stages(residual)
+        return residual.rows()
+
+    def _begin(self, x_TD: torch.Tensor, target: KvTarget) -> Residual:
+        """The residual ahead of the first layer; changes x."""
+        if self._embedding_scale != 1.0:
+            x_TD *= self._embedding_scale
+        if self._positions_PD is not None:
+            x_TD += functional.embedding(target.positions_T, self._positions_PD)
+        return Residual(x_TD)
 
     def _parallel_layers(
         self, residual: Residual, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None

@@ -30,6 +30,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     ids_as_embedding,
     share_out,
 )
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, shared_out
@@ -165,6 +166,14 @@ class DeviceDeepseek(DeviceModel):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
+        return residual.rows()
+
+    def stages(self, half: HalfBatch) -> Stages:
+        assert self._vocabulary is None and self._shared is not None
+        residual = Residual(half.x_TD)
+        for layer in self.parts:
+            layer.attention.run(residual, half.target, half.attention)
+            yield from layer.mlp.stages(residual)
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

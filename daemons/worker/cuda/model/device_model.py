@@ -24,6 +24,7 @@ from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
@@ -157,6 +158,10 @@ class DeviceModel(ABC):
     ) -> torch.Tensor:
         """Writes the KV of all rows; [T, D] after the last layer, before the final norm. May overwrite x, the rows'
         embeddings. hidden: takes the outputs of layers, of a model that shows them; None: nobody wants any."""
+
+    def stages(self, half: HalfBatch) -> Stages:
+        """As `layers`, in pieces: yields while rows are under way to the ranks that share the experts."""
+        raise AssertionError(f"{type(self).__name__} has no experts to share")
 
     @abstractmethod
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

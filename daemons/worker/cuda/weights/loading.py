@@ -88,12 +88,13 @@ def load_model(
             check_shared_out(architecture, built.model)
         if form is not None:
             targets = _layout(folder, built.targets, is_dummy=is_dummy)
-            with _source(folder, targets, stored, placement.device, is_dummy=is_dummy) as source:
+            skew = _router_skew(config) if is_dummy else None
+            with _source(folder, targets, stored, placement.device, skew) as source:
                 is_online = is_dummy or stored is None
                 quantized = _load_quantized(built.model, targets, source, form, placement, is_online)
                 num_bytes = source.num_bytes
         elif is_dummy:
-            num_bytes = fill_randomly(built.targets)
+            num_bytes = fill_randomly(built.targets, _router_skew(config))
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
         loaded = _loaded(built.model, quantized, is_share=placement.group.size > 1)
@@ -207,6 +208,11 @@ def _expert_reader(
     return read
 
 
+def _router_skew(config: ConfigReader) -> float:
+    """Of random weights: no model's own config has it."""
+    return config.number("dummy_router_skew", 0.0, can_be_zero=True)
+
+
 def _layout(folder: Path, targets: TensorTargets, *, is_dummy: bool) -> TensorTargets:
     """The names that the source has tensors under."""
     return targets.in_layout_of(() if is_dummy else index_tensors(folder))
@@ -218,11 +224,11 @@ def _source(
     targets: TensorTargets,
     stored: CheckpointQuantization | None,
     device: torch.device,
-    *,
-    is_dummy: bool,
+    router_skew: float | None,
 ) -> Iterator[WeightSource]:
-    if is_dummy:
-        yield RandomSource(targets, device)
+    """router_skew: of random weights; None: they are the folder's."""
+    if router_skew is not None:
+        yield RandomSource(targets, device, router_skew)
         return
     with folder_source(folder, targets, stored) as source:
         yield source
