@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.drafting import MODELS, cpu_drafter, draft_folder, target_folder
+from support.drafting import MODELS, cpu_drafter, speculation_of, target_folder
 from support.plan_driver import PlanDriver
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -20,7 +20,6 @@ from radixmesh.daemons.worker.cuda.load import DeviceSettings
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
-from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
@@ -32,17 +31,16 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)
 SIZES = {"num_pages": 600, "max_total_len": 400}
 
 
-def _settings(algorithm: str, model: str, page_size: int, max_drafts: int) -> DeviceSettings:
-    kind = SpeculativeAlgorithm(algorithm)
-    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+def _settings(algorithm: str, model: str, page_size: int, max_drafts: int, topk: int = 1) -> DeviceSettings:
+    speculation = speculation_of(algorithm, model, max_drafts, topk)
     return replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
 
 
-def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int) -> ModelRunner:
+def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int, topk: int = 1) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    settings = _settings(algorithm, model, page_size, max_drafts)
+    settings = _settings(algorithm, model, page_size, max_drafts, topk)
     return load_device_runner(target_folder(algorithm, model), settings, HostDevice())
 
 
