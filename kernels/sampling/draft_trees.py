@@ -107,7 +107,7 @@ def _branch_kernel(
         )
         above = tl.maximum(parents_of(parents_ptr, parents_stride, row, above, is_step), 0)
         step -= 1
-    # Where a row does not use a position, padding is written.
+    # Positions that a row does not use are padding.
     own = tl.where(is_used, length - 1 + number, 0)
     own_slot = tl.where(is_used, slot, dummy_slot)
     page = tl.load(page_tables_ptr + own_slot * page_stride + own // PAGE, mask=is_row, other=0)

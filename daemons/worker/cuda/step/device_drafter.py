@@ -47,7 +47,7 @@ class DeviceDrafter(ABC):
         return
 
     def kept_planes(self) -> list[torch.Tensor]:
-        """What is kept by the token of the target's pool, [layers, tokens, ...], and moves with its KV."""
+        """Memory by the token of the target's pool, [layers, tokens, ...], whose rows move with its KV."""
         return []
 
     def warm_up(self) -> None:

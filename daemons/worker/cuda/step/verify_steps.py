@@ -233,7 +233,7 @@ class VerifySteps:
         count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
         tokens = fetched.tokens[: count * size].reshape(count, size)
         counts, num_drafts = fetched.tokens[padded * size :][: 2 * padded].reshape(2, padded)[:, :count]
-        places = np.broadcast_to(np.arange(size), (count, size))
+        places: IntArray = np.broadcast_to(np.arange(size, dtype=np.int32), (count, size))
         if verifying.has_trees:
             places = fetched.tokens[padded * (size + 2) :][: count * size].reshape(count, size)
         logprobs = {
