@@ -100,10 +100,10 @@ def _normed(x, w, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, tokens_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
-    norm_input_ptr, factors_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
+    norm_input_ptr, factors_ptr, tokens_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps,
+    PAGE_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr, IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -222,9 +222,9 @@ def rope_write_kv(
     num_warps = max(block_h * block_d2 // 256, 1)
     num_features = 1 if norm_input_TD is None else norm_input_TD.shape[1]
     _rope_kv_kernel[(num_parts, num_rows)](
-        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, tokens_T, _or(q_norm_d, cos_PD2),
-        _or(k_norm_d, cos_PD2), _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), factors_X, out_THd, keys_SKd,
-        values_SKd, qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
+        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2),
+        _or(k_norm_d, cos_PD2), _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), factors_X, tokens_T, out_THd,
+        keys_SKd, values_SKd, qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
         BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
         HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, IS_FP8=keys_SKd.dtype == KV_FP8,

@@ -52,18 +52,21 @@ class TreeRows(NamedTuple):
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        masks_T = torch.zeros(size, dtype=torch.int64, device=device)
         return cls(
-            *(ints(size), ints(size), ints(size, depth), ints(size, depth)),
-            masks_T,
-            ints(max_rows),
-            ints(max_rows, num_positions),
+            tokens_T=ints(size),
+            starts_T=ints(size),
+            tails_TD=ints(size, depth),
+            ids_TD=ints(size, depth),
+            masks_T=torch.zeros(size, dtype=torch.int64, device=device),
+            prefix_lens_B=ints(max_rows),
+            paths_BP=ints(max_rows, num_positions),
         )
 
     def of(self, num_rows: int) -> TreeRows:
         """Those of the first rows: the same memory."""
         size = num_rows * self.paths_BP.shape[1]
-        return TreeRows(*(part[:size] for part in self[:5]), self.prefix_lens_B[:num_rows], self.paths_BP[:num_rows])
+        of_positions = (part[:size] for part in self[:5])
+        return TreeRows(*of_positions, *(part[:num_rows] for part in self[5:]))
 
     @property
     def tails(self) -> Tails:

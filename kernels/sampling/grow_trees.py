@@ -71,9 +71,10 @@ class BranchRows(NamedTuple):
 
     @classmethod
     def allocate(cls, num_rows: int, num_levels: int, device: torch.device) -> BranchRows:
-        ints = [torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(9)]
-        ints[5] = ints[5].long()
-        return cls(*ints, torch.zeros(num_rows, max(1, num_levels - 1), dtype=torch.int32, device=device))
+        tensors = [torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(9)]
+        tensors[5] = tensors[5].long()
+        tensors.append(torch.zeros(num_rows, max(1, num_levels - 1), dtype=torch.int32, device=device))
+        return cls(*tensors)
 
     def of(self, num_rows: int) -> BranchRows:
         """The first rows: the same memory."""
