@@ -1,4 +1,5 @@
-"""Pages of a KV pool to and from host memory, by a few programs that read and write the host's memory where it lies.
+"""Pages of a KV pool to and from memory where each lies in one piece: the host's, by a few programs that read and write
+it where it lies, or a staging buffer of the device.
 
 L layers, P pages of the device, W words (4 bytes) of a page in one layer and plane, H words of a host page.
 
@@ -18,7 +19,8 @@ _TILE = 4096
 NUM_PROGRAMS = 48
 
 
-@triton.jit
+# Numbers of pages differ from call to call: one kernel for all of them, which is compiled once.
+@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["device_pages_ptr", "host_pages_ptr"])
 def _page_copy_kernel(
     device_ptr, host_ptr, device_pages_ptr, host_pages_ptr, num_pages, num_layers, layer_words, page_words,
     host_page_words, plane_offset, TO_HOST: tl.constexpr, LAYERS: tl.constexpr, WORDS: tl.constexpr,
@@ -56,8 +58,8 @@ def copy_pages(
     """Copies pages of one plane on the current stream.
 
     plane_LPW: int32, on the device, layers contiguous. host_H: int32 [host pages, H], pinned or registered memory of
-    the host. device_pages_N, host_pages_N: int32 on the device, ids within the tensors, those written to distinct.
-    plane_offset: word of a host page at which the plane begins; plane_offset + L * W <= H.
+    the host, or memory of the device. device_pages_N, host_pages_N: int32 on the device, ids within the tensors, those
+    written to distinct. plane_offset: word of a host page at which the plane begins; plane_offset + L * W <= H.
     """
     num_layers, _, page_words = plane_LPW.shape
     assert plane_LPW.dtype == host_H.dtype == torch.int32, (plane_LPW.dtype, host_H.dtype)

@@ -36,7 +36,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.choice import EP_TRANSPORTS, 
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.cuda.experts import Experts
-from radixmesh.daemons.worker.cuda.gemm.backend import TorchGemm
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.kernels.moe.route import Routes
 
 _REPEATS = 20
@@ -60,8 +60,9 @@ def run_rank(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         placed, most = member.experts, max(args.rows)
         assert isinstance(placed, AllToAllDispatch)
         dispatch = create_device_dispatch(args.transports[0], placed.group, device, max_room=most)
+        ops: Ops = TorchOps() if args.device == "cpu" else TritonOps()
         norm_D = torch.ones(args.hidden, dtype=torch.bfloat16, device=device.torch_device)
-        experts = DispatchedExperts(_Same(), dispatch, placed, args.experts, norm_D, TorchGemm())
+        experts = DispatchedExperts(_Same(), dispatch, placed, args.experts, norm_D, ops)
         dispatch.form()
         for rows in args.rows:
             dispatch.room = rows
@@ -114,8 +115,8 @@ def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: in
         assert buffer is not None
 
         def calls() -> torch.Tensor:
-            x_PXD, _, handle = buffer.dispatch(x_TD, slots_TA)
-            return buffer.combine(x_PXD, slots_TA, routes.weights_TA, handle)
+            x_PXD, _, handle, _ = buffer.dispatch(x_TD, slots_TA, is_split=False)
+            return buffer.combine(x_PXD, slots_TA, routes.weights_TA, handle, is_split=False)[0]
 
         return calls
     assert isinstance(dispatch, WireDispatch)
@@ -157,7 +158,7 @@ def run_all(args: argparse.Namespace) -> dict[str, object]:
     for transport in args.transports:
         try:
             of_ranks = _processes(transport, args)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             found[transport] = {"error": str(error)[-600:]}
             continue
         found[transport] = {
@@ -185,7 +186,8 @@ def _processes(transport: str, args: argparse.Namespace) -> list[dict[str, dict[
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             raise RuntimeError(errors)
-    return [json.loads(output) for output, _ in outputs]
+    # Libraries may print to standard output too.
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
 def main() -> None:

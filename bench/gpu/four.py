@@ -50,7 +50,10 @@ class Part:
 
 def parts(args: argparse.Namespace) -> list[Part]:
     """In the order of what is worth most."""
-    return [*_dense(args), *_experts(args), *_transports(args), *_faults(args), _pairs(args), *_elsewhere(args)]
+    return [
+        *(*_dense(args), *_experts(args), *_transports(args), *_faults(args), _pairs(args)),
+        *(*_overlap(args), *_moves(args)),
+    ]
 
 
 def _dense(args: argparse.Namespace) -> list[Part]:
@@ -71,7 +74,7 @@ def _experts(args: argparse.Namespace) -> list[Part]:
     """Attention tensor-parallel against data-parallel with shared experts, by transport."""
     found = []
     transports = ("host",) if args.dry else ("nccl", "nixl", "deepep")
-    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192", "512x8192"], "128")
+    decodes = _decodes(args, ["128x1024", "512x1024", "128x8192"], "128")
     for shape in ("deepseek-v2-lite", "deepseek-v3-12-layers"):
         folder = _shape(args, shape, "tiny-deepseek")
         quantized = ["--worker", "quantization=fp8-block"] if shape == "deepseek-v3-12-layers" and not args.dry else []
@@ -116,29 +119,62 @@ def _faults(args: argparse.Namespace) -> list[Part]:
 
 def _pairs(args: argparse.Namespace) -> Part:
     if args.dry:
-        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--vocab-size", 60)
+        shape = ("--backend", "cpu", "--model", _MODELS / "tiny-llama", "--loads", "streams")
         sizes: tuple[object, ...] = ("--pairs", 2, "--streams", 2, "--requests", 4, "--prompt", 40, "--out", 20)
         sizes = (*sizes, "--staging-bytes", 1 << 26)
     else:
-        shape = ("--shape", "llama-3.1-8b")
+        shape = ("--shape", "llama-3.1-8b", "--loads", "streams")
         sizes = ("--pairs", args.gpus // 2, "--streams", 64, "--requests", 192, "--prompt", 4096, "--out", 256)
     return Part(name="2P2D", commands=[_script("pd_load.py", *shape, *sizes)], limit_s=400)
 
 
-def _elsewhere(args: argparse.Namespace) -> list[Part]:
-    """Two-batch overlap and experts that move: the CPU backend has them, the cuda backend has not."""
-    if not args.dry:
-        why = "the cuda backend does not do it yet"
-        return [Part(name=name, skip=why) for name in ("two-batch overlap", "EPLB on a skewed router")]
-    folder = (*_shape(args, "", "tiny-deepseek"), "--layout", "dp-ep", "--ranks", 2)
-    decodes = _decodes(args, [], "")
-    return [
-        Part(
-            name=f"two-batch overlap {name}",
-            commands=[_script("rank_load.py", *folder, *decodes, "--worker", f"two_batch_min_rows={rows}")],
+def _overlap(args: argparse.Namespace) -> list[Part]:
+    """Two half batches, off and on, by rows of a rank; off for other transports and shapes is among `_experts`."""
+    load = ("--layout", "dp-ep", "--ranks", args.gpus)
+    if args.dry:
+        lite, decodes = _shape(args, "", "tiny-deepseek"), _decodes(args, [], "")
+        return [
+            Part(
+                name=f"two-batch overlap {name}",
+                commands=[_script("rank_load.py", *lite, *load, *decodes, "--worker", f"two_batch_min_rows={rows}")],
+            )
+            for name, rows in (("off", 0), ("on", 1))
+        ]
+    cells = [("deepseek-v2-lite", "nccl", 0), ("deepseek-v2-lite", "nccl", 2), ("deepseek-v2-lite", "nixl", 2)]
+    cells += [("deepseek-v3-12-layers", "nccl", 2), ("deepseek-v3-12-layers", "nixl", 2)]
+    found = []
+    for shape, transport, rows in cells:
+        sizes = ["128x1024", "512x1024"] if shape != "deepseek-v2-lite" else ["32x1024", "128x1024", "512x1024"]
+        flags = (f"ep_transport={transport}", f"two_batch_min_rows={rows}", *_quantized(shape))
+        command = _script(
+            *("rank_load.py", "--shape", shape, *load, *_decodes(args, sizes, "128"), "--worker", *flags),
+            *("--scheduler", "low_latency_max_tokens=512"),
         )
-        for name, rows in (("off", 0), ("on", 1))
-    ]
+        name = f"two-batch overlap {'on' if rows else 'off'}: {shape}, {transport}"
+        found.append(Part(name=name, commands=[command], limit_s=400))
+    return found
+
+
+def _moves(args: argparse.Namespace) -> list[Part]:
+    """Experts of a skewed router: balancedness and speed before they move, meanwhile, and after."""
+    # By these skews the busiest of four ranks has about half of the work.
+    cells = (("", 2, 1.0),) if args.dry else (("deepseek-v2-lite", 8, 1.0), ("deepseek-v3-12-layers", 32, 0.5))
+    found = []
+    for shape, num_redundant, skew in cells:
+        name = f"EPLB on a skewed router{f': {shape}' if shape else ''}"
+        flags = (f"ep_redundant_experts={num_redundant}", *_quantized(shape))
+        decodes = ("--decode", "4x16", "--out", 100) if args.dry else _decodes(args, ["256x1024"], "256")
+        command = _script(
+            *("rank_load.py", *_shape(args, shape, "tiny-deepseek"), "--layout", "dp-ep", "--ranks", args.gpus),
+            *(*decodes, "--router-skew", skew, "--balance", "--balance-s", 20 if args.dry else 90, "--worker", *flags),
+            *("--scheduler", "low_latency_max_tokens=512"),
+        )
+        found.append(Part(name=name, commands=[command], limit_s=500))
+    return found
+
+
+def _quantized(shape: str) -> tuple[str, ...]:
+    return ("quantization=fp8-block",) if shape == "deepseek-v3-12-layers" else ()
 
 
 def _shape(args: argparse.Namespace, shape: str, tiny: str) -> tuple[object, ...]:
@@ -177,7 +213,9 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
             if process.returncode:
                 errors.append(f"{' '.join(command)} ended with {process.returncode}: {said[-_TAIL:]}")
         except subprocess.TimeoutExpired:
-            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s")
+            _kill(process)
+            said = process.communicate()[1]
+            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s: {said[-_TAIL:]}")
         except ValueError:
             errors.append(f"{' '.join(command)} printed no JSON: {output[-_TAIL:]}")
     for process in running:
@@ -187,10 +225,15 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
     return {"results": results}
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command with all that it started, which has its own session, and its pipes."""
+def _kill(process: subprocess.Popen[str]) -> None:
+    """A command with all that it started, which has its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a command, and its pipes."""
+    _kill(process)
     process.wait()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:

@@ -116,6 +116,8 @@ def measure(case: Case, pipe: Connection, host: torch.Tensor, runs: int) -> dict
     own = torch.zeros(size + 2 * _STAMP_BYTES, dtype=torch.uint8, device=device)
     pipe.send(case)
     region = pipe.recv()
+    # A copy lets this GPU reach the other one's memory; a kernel alone may not.
+    region[:1].copy_(own[:1])
     send = _way(case, planes, indexes, own, region, host)
     times, gathers, copies = [], [], []
     for run in range(runs + 2):

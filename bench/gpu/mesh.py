@@ -185,6 +185,16 @@ async def device_steps(metrics: str) -> tuple[float, float]:
     return float(values["radixmesh_step_seconds_sum"]), float(values["radixmesh_step_seconds_count"])
 
 
+async def metric_sums(metrics: str, prefix: str) -> dict[str, float]:
+    """Values of the metrics whose names begin with the prefix, those of all labels together."""
+    text, found = await asyncio.to_thread(_get, f"http://{metrics}/metrics"), dict[str, float]()
+    for line in text.splitlines():
+        if line.startswith(prefix):
+            name, value = line.rsplit(" ", 1)
+            found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + float(value)
+    return found
+
+
 async def _drafts(metrics: str) -> dict[str, list[int]]:
     """Drafts so far, by the draft's number in its row, from a scheduler's metrics."""
     text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")

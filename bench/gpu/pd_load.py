@@ -1,11 +1,23 @@
-"""Prompts computed by some GPUs, outputs decoded by others: a whole mesh of `compose/pd.yml` under streams of ids.
+"""Prompts computed by some GPUs, outputs decoded by others, against as many GPUs that do both: a mesh of
+`compose/pd.yml` under loads of ids.
 
-    python bench/gpu/pd_load.py --shape llama-3.1-8b --pairs 2 --streams 64 --prompt 4096 --out 256
-    python bench/gpu/pd_load.py --backend cpu --model compose/models/tiny-llama --streams 4 --prompt 40 --out 20
+    python bench/gpu/pd_load.py --shape llama-3.1-8b --loads hand-over prompts --rates 0 1 2 3
+    python bench/gpu/pd_load.py --shape llama-3.1-8b --pairs 2 --loads streams --streams 64 --prompt 4096 --out 256
+    python bench/gpu/pd_load.py --backend cpu --model compose/models/tiny-llama --loads hand-over prompts streams
+        --streams 4 --decode-prompt 4 --prompt 40 --out 20 --rates 0 4 --seconds 6
 
 --pairs K: K prefill workers and K decode workers, each with a scheduler of its own and, on GPUs, a GPU of its own.
-Streams ask for one output after the other until --requests are done. transfers: outputs whose KV another worker had
-computed. Weights of a shape are random, and its tokenizer made up.
+--layouts: `pairs`, and `mixed`: the same daemons, whose schedulers get the role `both` while they run: replicas with
+chunked prefill behind the router. Every load runs through each layout.
+
+Loads: `hand-over`: one prompt of --handover-prompt tokens at a time; beyond_ms is the time through a pair beyond that
+of one replica, to the first, second and third token. `prompts`: --streams outputs of --decode-out tokens, one after the
+other, and prompts of --prompt tokens at a pace of each of --rates a second, with --out tokens of output, for --seconds.
+good_s: requests a second whose first token came within 1 s and whose gaps are at most 20 ms, by their mean and by their
+p99. `streams`: --requests outputs of --out tokens, by --streams clients.
+
+Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
+output. transfers: as daemons count them, since their start.
 """
 
 from __future__ import annotations
@@ -25,12 +37,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import numpy as np
 import torch
+from gpu import pd_clients
 from gpu.mesh import gpu_name
+from gpu.pd_clients import ANY_NUMBER, Answer, Clients
 from gpu.shapes import SHAPES, write_shape
 from gpu.whole_mesh import write_tokenizer
 from support.mesh import Mesh, running_mesh
+from support.wire import metrics_of
 
-_LEAST_ID = 5
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+# Until then clients have imported what they need.
+_IMPORTS_S = 5.0
+_PROCESSES = 4
+_MOST_FIRST_S, _MOST_GAP_S = 1.0, 0.020
 _EXTRA = """
   {name}: &{name}
     image: radixmesh/worker:local
@@ -60,21 +81,29 @@ def overlay(args: argparse.Namespace, folder: Path) -> str:
     return text
 
 
+def names(args: argparse.Namespace, daemon: str) -> dict[str, str]:
+    """Services of a daemon, with their roles."""
+    ends = [f"-{pair}" if pair else "" for pair in range(args.pairs)]
+    return {
+        f"{daemon}{suffix}{end}": role for end in ends for suffix, role in (("", "decode"), ("-prefill", "prefill"))
+    }
+
+
 def services(args: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Settings of workers, each with a GPU of its own, and of the router."""
+    """Settings of workers, each with a GPU of its own, of schedulers and of the router."""
     found: dict[str, dict[str, object]] = {}
-    schedulers = []
-    for pair in range(args.pairs):
-        end = f"-{pair}" if pair else ""
-        for index, suffix in enumerate(("", "-prefill")):
-            settings: dict[str, object] = {"backend": args.backend, "transfer_staging_bytes": args.staging_bytes}
-            if args.backend == "cuda":
-                gpu = (2 * pair + index) % max(1, torch.cuda.device_count())
-                settings |= {"cuda_device": gpu, "max_total_len": 16_384, "max_tokens_per_step": 8192}
-                settings |= {"load_format": "auto" if args.model else "dummy", "num_slots": args.streams}
-            found[f"worker{suffix}{end}"] = settings
-            schedulers.append(f"scheduler{suffix}{end}:50051")
-    found["router"] = {"schedulers": ",".join(schedulers), "prefill_min_tokens": 8}
+    for index, worker in enumerate(names(args, "worker")):
+        settings: dict[str, object] = {"backend": args.backend, "transfer_staging_bytes": args.staging_bytes}
+        if args.backend == "cuda":
+            settings |= {"cuda_device": index % max(1, torch.cuda.device_count()), "num_slots": args.num_slots}
+            settings |= {"max_total_len": 16_384, "max_tokens_per_step": 8192}
+            settings["load_format"] = "auto" if args.model else "dummy"
+        found[worker] = {**settings, **_flags(args.worker)}
+    for scheduler in names(args, "scheduler"):
+        found[scheduler] = {"check_invariants": "false", **_flags(args.scheduler)}
+    least = 256 if args.backend == "cuda" else 8
+    schedulers = ",".join(f"{name}:50051" for name in names(args, "scheduler"))
+    found["router"] = {"schedulers": schedulers, "prefill_min_tokens": least}
     return found
 
 
@@ -82,10 +111,9 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = args.model.resolve() if args.model else write_shape(args.shape, Path(name))
         args.name = folder.name
+        args.vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         if args.model is None:
-            vocab_size = SHAPES[args.shape]["vocab_size"]
-            assert isinstance(vocab_size, int)
-            write_tokenizer(folder, vocab_size)
+            write_tokenizer(folder, args.vocab_size)
         file = Path(name) / "pairs.yml"
         file.write_text(overlay(args, folder))
         started, of = time.monotonic(), services(args)
@@ -98,54 +126,180 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             timeout_s=args.start_s,
         ) as mesh:
             start_s = time.monotonic() - started
-            result = await _run(mesh, args)
+            layouts: dict[str, dict[str, object]] = {}
+            for layout in args.layouts:
+                layouts[layout] = {}
+                await _set_roles(mesh, args, layout)
+                try:
+                    async with asyncio.timeout(args.timeout_s):
+                        for load in args.loads:
+                            layouts[layout][load] = await _LOADS[load](mesh, args, layout)
+                            print(json.dumps({layout: {load: layouts[layout][load]}}), file=sys.stderr, flush=True)
+                except (RuntimeError, TimeoutError, AssertionError) as error:
+                    layouts[layout]["error"] = repr(error)
+                    for name in (*names(args, "worker"), *names(args, "scheduler")):
+                        print(name, *mesh.cluster.recent_lines(name)[-8:], sep="\n", file=sys.stderr)
+                layouts[layout]["transfers"] = await _transfers(mesh, args)
+            bugs = list(mesh.bugs)
     return {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "layout": f"{args.pairs}P{args.pairs}D",
+        "gpus": 2 * args.pairs,
         "start_s": round(start_s, 2),
-        **result,
+        "layouts": layouts,
+        "beyond_ms": _beyond(layouts),
+        "bugs_logged": bugs,
     }
 
 
-async def _run(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
-    rng = np.random.default_rng(0)
-    prompts = iter([rng.integers(_LEAST_ID, args.vocab_size, args.prompt).tolist() for _ in range(args.requests)])
-    first_s: list[float] = []
-    gaps: list[float] = []
-    num_tokens = 0
+async def _set_roles(mesh: Mesh, args: argparse.Namespace, layout: str) -> None:
+    for name, role in names(args, "scheduler").items():
+        async with open_channel(mesh.cluster.address(name)) as channel:
+            value = getattr(scheduler_pb2, f"SCHEDULER_ROLE_{role.upper()}") if layout == "pairs" else 0
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            await stub.SetRole(scheduler_pb2.SetRoleRequest(role=value), timeout=10)
+    await asyncio.sleep(2.0)  # Their next Load tells the router.
 
-    async def stream() -> None:
-        nonlocal num_tokens
-        for ids in prompts:
-            asked = last = time.monotonic()
-            got = 0
-            async for chunk in mesh.client.generate(ids, max_tokens=args.out, ignore_eos=True, temperature=1.0):
-                now = time.monotonic()
-                if chunk.ids:
-                    (gaps if got else first_s).append(now - (last if got else asked))
-                    last, got = now, got + len(chunk.ids)
-            assert got == args.out, f"{got} tokens, not {args.out}"
-            num_tokens += got
 
-    started = time.monotonic()
-    async with asyncio.timeout(args.timeout_s):
-        await asyncio.gather(*(stream() for _ in range(args.streams)))
-    wall = time.monotonic() - started
+async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
+    """Counts of schedulers and workers, since their start."""
+    told: dict[str, object] = {}
+    for name in names(args, "scheduler"):
+        async with open_channel(mesh.cluster.address(name)) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=60)
+        told[name] = {
+            field: getattr(state, field)
+            for field in ("num_kv_handed_over", "num_kv_arrived", "num_kv_failed", "prefilled_tokens")
+        }
+    for name in names(args, "worker"):
+        found = await metrics_of(mesh.cluster.address(name, 1, 9100))
+        told[name] = {
+            key.removeprefix("radixmesh_kv_"): round(value, 4)
+            for key, value in found.items()
+            if "kv_transfer" in key and "_bucket" not in key and "_created" not in key and value
+        }
+    return told
+
+
+async def _hand_over(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
+    """Prompts one at a time, with nothing else there."""
+    clients = _clients(mesh, args, layout, streams=1, prompt=args.handover_prompt, out=16, most=args.handovers + 3)
+    answers = (await pd_clients.run([clients]))[0][3:]
+    times = np.array([[*answer.times[:3], *[np.nan] * (3 - len(answer.times))] for answer in answers])
+    times = (times - np.array([answer.asked for answer in answers])[:, None]) * 1e3
     return {
-        "requests": args.requests,
-        "out_tok_s": round(num_tokens / wall, 1),
-        "prompt_tok_s": round(args.requests * args.prompt / wall, 1),
-        "first_token_ms": _quantiles(first_s),
-        "chunk_gap_ms": _quantiles(gaps),
-        "bugs_logged": len(mesh.bugs),
+        "prompt": args.handover_prompt,
+        "requests": len(answers),
+        **{f"token_{n + 1}_ms": _quantiles(times[:, n] / 1e3, (0, 50, 90)) for n in range(3)},
     }
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    values = np.array(seconds or [0.0]) * 1e3
-    return {name: round(float(np.quantile(values, at)), 2) for name, at in (("p50", 0.5), ("p99", 0.99))}
+async def _prompts(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
+    """Steady streams of outputs beside prompts at each pace."""
+    told: dict[str, object] = {}
+    for rate in args.rates:
+        num = min(_PROCESSES, args.streams)
+        shares = [args.streams // num + (index < args.streams % num) for index in range(num)]
+        sizes = {"prompt": args.decode_prompt, "out": args.decode_out}
+        clients = [
+            _clients(mesh, args, layout, streams=share, number=index, **sizes) for index, share in enumerate(shares)
+        ]
+        sizes = {"prompt": args.prompt, "out": args.out}
+        # The streams are under way when the first prompt comes.
+        clients.append(_clients(mesh, args, layout, rate=rate, number=num, after_s=args.warm_s, **sizes))
+        start, stop = clients[-1].start, clients[-1].stop
+        *of_streams, prompts = await pd_clients.run(clients)
+        decodes = [answer for answers in of_streams for answer in answers]
+        told[f"{rate:g}/s"] = {
+            "decodes": _figures(decodes, start, stop),
+            "prompts": _figures(prompts, start, stop),
+            "prompt_tok_s": round(rate and len(prompts) * args.prompt / (max(a.times[0] for a in prompts) - start), 1),
+        }
+    return told
+
+
+async def _streams(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
+    """As many outputs as are asked for, as fast as they come."""
+    num = min(_PROCESSES, args.streams)
+    most = -(-args.requests // args.streams)
+    sizes = {"prompt": args.prompt, "out": args.out, "most": most}
+    clients = [
+        _clients(mesh, args, layout, streams=args.streams // num + (index < args.streams % num), number=index, **sizes)
+        for index in range(num)
+    ]
+    answers = [answer for answers in await pd_clients.run(clients) for answer in answers]
+    assert all(answer.is_done for answer in answers)
+    start, stop = clients[0].start, max(answer.times[-1] for answer in answers)
+    return {
+        "requests": len(answers),
+        "prompt_tok_s": round(len(answers) * args.prompt / (stop - start), 1),
+        **_figures(answers, start, stop),
+    }
+
+
+_LOADS = {"hand-over": _hand_over, "prompts": _prompts, "streams": _streams}
+
+
+def _clients(
+    mesh: Mesh, args: argparse.Namespace, layout: str, *, prompt: int, out: int, streams: int = 0, rate: float = 0.0,
+    number: int = 0, after_s: float = 0.0, most: int = ANY_NUMBER,
+) -> Clients:  # fmt: skip
+    args.num_begun += 1
+    seed = 1000 * args.num_begun + number  # No prompt is cached from before.
+    start = time.monotonic() + _IMPORTS_S + after_s
+    stop = start - after_s + args.warm_s + args.seconds if most == ANY_NUMBER else start + 1e6
+    return Clients(
+        router=mesh.routers[0], seed=seed, vocab_size=args.vocab_size, prompt=prompt, out=out, start=start, stop=stop,
+        streams=streams, rate=rate, most=most,
+    )  # fmt: skip
+
+
+def _figures(answers: list[Answer], start: float, stop: float) -> dict[str, object]:
+    """Of tokens between two times; firsts and goodput of outputs that were asked for then, and done."""
+    gaps = [
+        np.diff(times)[(times[1:] >= start) & (times[1:] <= stop)]
+        for times in (np.array(answer.times) for answer in answers)
+        if len(times) > 1
+    ]
+    tokens = sum(
+        count
+        for answer in answers
+        for at, count in zip(answer.times, answer.counts, strict=True)
+        if start <= at <= stop
+    )
+    done = [answer for answer in answers if answer.is_done and answer.asked >= start]
+    prompt = [answer for answer in done if answer.first_s <= _MOST_FIRST_S]
+    by_mean = [a for a in prompt if not len(a.gaps) or a.gaps.mean() <= _MOST_GAP_S]
+    by_p99 = [a for a in prompt if not len(a.gaps) or np.quantile(a.gaps, 0.99) <= _MOST_GAP_S]
+    return {
+        "out_tok_s": round(tokens / (stop - start), 1),
+        "itl_ms": _quantiles(np.concatenate(gaps) if gaps else np.zeros(0), (50, 90, 99, 99.9, 100)),
+        "ttft_ms": _quantiles(np.array([a.first_s for a in answers if a.times and a.asked >= start]), (50, 90, 99)),
+        "done": len(done),
+        "good_s": {"mean": round(len(by_mean) / (stop - start), 2), "p99": round(len(by_p99) / (stop - start), 2)},
+    }
+
+
+def _beyond(layouts: dict[str, dict[str, object]]) -> dict[str, float] | None:
+    """Hand-over: medians through a pair less those through one replica."""
+    rows = [layouts.get(layout, {}).get("hand-over") for layout in ("pairs", "mixed")]
+    if not all(isinstance(row, dict) for row in rows):
+        return None
+    return {
+        f"token_{n}": round(rows[0][f"token_{n}_ms"]["p50"] - rows[1][f"token_{n}_ms"]["p50"], 2) for n in (1, 2, 3)
+    }
+
+
+def _quantiles(seconds: np.ndarray, percents: tuple[float, ...]) -> dict[str, float]:
+    values = seconds[np.isfinite(seconds)] * 1e3
+    return {f"p{percent:g}": round(float(np.percentile(values, percent)), 2) for percent in percents if len(values)}
+
+
+def _flags(pairs: list[str]) -> dict[str, str]:
+    """NAME=VALUE of daemons' settings."""
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def main() -> None:
@@ -154,15 +308,33 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=None, help="a folder, instead of a shape with random weights")
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--pairs", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--out", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=30_000, help="ids of prompts are below it")
+    parser.add_argument("--layouts", nargs="+", default=["pairs", "mixed"], choices=("pairs", "mixed"))
+    parser.add_argument("--mixed", dest="layouts", action="store_const", const=["mixed"], help="replicas alone")
+    parser.add_argument("--loads", nargs="+", default=["hand-over", "prompts"], choices=list(_LOADS))
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=128, help="of the load streams")
+    parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument("--out", type=int, default=16)
+    parser.add_argument("--decode-prompt", type=int, default=128, help="of the streams beside prompts")
+    parser.add_argument("--decode-out", type=int, default=512)
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 1.0, 2.0, 3.0], help="prompts a second")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each pace")
+    parser.add_argument("--warm-s", type=float, default=2.0, help="of streams alone, before each pace")
+    parser.add_argument("--handover-prompt", type=int, default=4096)
+    parser.add_argument("--handovers", type=int, default=12)
+    parser.add_argument("--num-slots", type=int, default=128)
+    parser.add_argument("--worker", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all workers")
+    parser.add_argument("--scheduler", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all schedulers")
     parser.add_argument("--staging-bytes", type=int, default=4 * 2**30, help="memory of a worker for transfers")
     parser.add_argument("--start-s", type=float, default=400.0)
-    parser.add_argument("--timeout-s", type=float, default=300.0)
-    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+    parser.add_argument("--timeout-s", type=float, default=400.0, help="of all loads of one layout")
+    args = parser.parse_args()
+    args.num_begun = 0
+    result = asyncio.run(measure(args))
+    print(json.dumps(result, indent=1))
+    layouts = result["layouts"]
+    assert isinstance(layouts, dict)
+    sys.exit(any("error" in layout for layout in layouts.values()))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,15 @@
     python bench/gpu/rank_load.py --shape deepseek-v2-lite --layout dp-ep --ranks 4 --decode 128x1024 512x8192
     python bench/gpu/rank_load.py --backend cpu --model compose/models/tiny-deepseek --layout dp-ep --decode 2x16
 
---decode ROWSxCONTEXT: so many rows for each rank, with prompts of so many tokens of their own. They are computed first
-(prefill_s), then each goes on for --out tokens: its KV is there, or as much as the ranks have room for (cached_tokens).
+--decode ROWSxCONTEXT: so many rows for each rank, or as many as their KV has room for at once, with prompts of so many
+tokens of their own. They are computed first (prefill_s), then each goes on for --out tokens. steady_tok_s: between 30%
+and 90% of them.
 --kill RANK: that one is killed (SIGKILL) amid the last of them and started again; longest_gap_s is the longest time
 without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran.
+--router-skew K: of random weights (or of a copy of --model), the logits of expert e of E are multiplied by exp(K x (1 /
+2 - e / E)), so that ranks have different shares of the work. --balance: decodes before experts move, while they do
+until no more need to, and behind it, by a scheduler each: balancedness is the mean over the most of the rows that the
+ranks' experts computed.
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,13 +34,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from gpu.mesh import device_steps, free_port, gpu_name, short_line
+from gpu.mesh import device_steps, free_port, gpu_name, metric_sums, short_line
 from gpu.shapes import SHAPES, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
+from safetensors.torch import load_file, save_file
 
 _START_S = 400.0
 _LEAST_ID = 5
+# Seconds from one look at balancedness to the next.
+_LOOK_S = 1.0
 
 
 class Decode(NamedTuple):
@@ -51,7 +61,11 @@ class Ranks:
 
     def __init__(self, processes: Processes, folder: Path, args: argparse.Namespace) -> None:
         self._processes, self._args, self._folder = processes, args, folder
-        self._model = args.model or write_shape(args.shape, folder)
+        if args.model is None:
+            skew = {"dummy_router_skew": args.router_skew} if args.router_skew else {}
+            self._model = write_shape(args.shape, folder, **skew)
+        else:
+            self._model = skewed(args.model, folder, args.router_skew) if args.router_skew else args.model
         self.metrics = [f"127.0.0.1:{free_port()}" for _ in range(args.ranks)]
         self.names = [f"rank-{rank}" for rank in range(args.ranks)]
 
@@ -100,19 +114,10 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             ranks, started = Ranks(processes, folder, args), time.monotonic()
             await asyncio.gather(*(ranks.start(rank) for rank in range(args.ranks)))
             start_s = time.monotonic() - started
-            workers = ",".join(processes.address(name) for name in ranks.names)
-            scheduler = {"workers": workers, "chunk_tokens": 8192, "log-level": "info", **_flags(args.scheduler)}
-            await processes.start("scheduler", "scheduler", scheduler)
-            results: dict[str, object] = {}
             try:
-                for index, decode in enumerate(args.decode):
-                    is_last = index + 1 == len(args.decode)
-                    row = await _run(processes, ranks, decode, args, kill=args.kill if is_last else None)
-                    results[f"{decode.rows}x{decode.context}"] = row
-                    print(json.dumps({str(decode): row}), file=sys.stderr, flush=True)
+                results = await (_balanced if args.balance else _decodes)(processes, ranks, args)
             except BaseException:
-                for process in (*ranks.names, "scheduler"):
-                    print(process, (folder / f"{process}.log").read_text()[-2000:], file=sys.stderr)
+                _show_logs(folder)
                 raise
             kv_tokens = ranks.num_tokens()
     return {
@@ -126,18 +131,97 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def _show_logs(folder: Path) -> None:
+    for log in sorted(folder.glob("*.log")):
+        print(log.stem, log.read_text()[-2000:], file=sys.stderr)
+
+
+async def _decodes(processes: Processes, ranks: Ranks, args: argparse.Namespace) -> dict[str, object]:
+    scheduler = await Scheduler.start(processes, ranks, args, "scheduler")
+    results: dict[str, object] = {}
+    for index, decode in enumerate(args.decode):
+        is_last = index + 1 == len(args.decode)
+        row = await _run(processes, ranks, decode, args, scheduler.name, kill=args.kill if is_last else None)
+        results[f"{decode.rows}x{decode.context}"] = row
+        print(json.dumps({str(decode): row}), file=sys.stderr, flush=True)
+    return results
+
+
+async def _balanced(processes: Processes, ranks: Ranks, args: argparse.Namespace) -> dict[str, object]:
+    """Results before, during and after a time in which experts move."""
+    results: dict[str, object] = {}
+    for phase, threshold in (("before", 0.0), ("moving", args.balance_threshold), ("after", 0.0)):
+        flags = {"expert_balance_threshold": threshold, "expert_balance_interval_s": _LOOK_S}
+        scheduler = await Scheduler.start(processes, ranks, args, f"scheduler-{phase}", flags)
+        rows: dict[str, object] = {}
+        end, num_placed = time.monotonic() + args.balance_s, -1.0
+        while True:
+            for decode in args.decode:
+                rows[f"{decode.rows}x{decode.context}"] = await _run(processes, ranks, decode, args, scheduler.name)
+            experts = await scheduler.experts()
+            is_settled = experts["placements_total"] == num_placed > 0
+            if phase != "moving" or is_settled or time.monotonic() > end:
+                break
+            num_placed = experts["placements_total"]
+        results[phase] = {"decodes": rows, **experts}
+        print(json.dumps({phase: results[phase]}), file=sys.stderr, flush=True)
+        await processes.stop(scheduler.name)
+    return results
+
+
+class Scheduler(NamedTuple):
+    """One that runs."""
+
+    name: str
+    metrics: str
+
+    @classmethod
+    async def start(
+        cls,
+        processes: Processes,
+        ranks: Ranks,
+        args: argparse.Namespace,
+        name: str,
+        flags: Mapping[str, object] | None = None,
+    ) -> Scheduler:
+        metrics = f"127.0.0.1:{free_port()}"
+        workers = ",".join(processes.address(rank) for rank in ranks.names)
+        values = {"workers": workers, "chunk_tokens": 8192, "log-level": "info", "metrics_listen": metrics}
+        await processes.start(name, "scheduler", {**values, **_flags(args.scheduler), **(flags or {})})
+        return cls(name, metrics)
+
+    async def experts(self) -> dict[str, float]:
+        """Balancedness, as the rows of late and as the placement divides all picks; placements and the longest op."""
+        found = await metric_sums(self.metrics, "radixmesh_expert_")
+        return {
+            name.removeprefix("radixmesh_expert_"): round(value, 4)
+            for name, value in found.items()
+            if not name.endswith("_created")
+        }
+
+
 async def _run(
-    processes: Processes, ranks: Ranks, decode: Decode, args: argparse.Namespace, kill: int | None
+    processes: Processes,
+    ranks: Ranks,
+    decode: Decode,
+    args: argparse.Namespace,
+    scheduler: str,
+    kill: int | None = None,
 ) -> dict[str, object]:
-    rng, num_rows = np.random.default_rng(decode.rows * 7919 + decode.context), decode.rows * args.ranks
+    rng = np.random.default_rng(decode.rows * 7919 + decode.context)
+    # Placement is not exact: a rank may get a few more than others.
+    room = int(0.97 * ranks.num_tokens() / (decode.context + args.out)) if args.backend == "cuda" else 1 << 30
+    num_rows = min(decode.rows * args.ranks, room)
     prompts = [rng.integers(_LEAST_ID, args.vocab_size, decode.context).astype(np.int32) for _ in range(num_rows)]
     salt, temperature = f"{decode.rows}x{decode.context}", 1.0
-    async with BulkStream(processes.address("scheduler"), f"fill-{salt}", salt, temperature=temperature) as stream:
+    async with BulkStream(processes.address(scheduler), f"fill-{salt}", salt, temperature=temperature) as stream:
         started = time.monotonic()
         await stream.submit(prompts, 1)
         await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
         prefill_s = time.monotonic() - started
-    async with BulkStream(processes.address("scheduler"), f"go-{salt}", salt, temperature=temperature) as stream:
+    async with BulkStream(
+        processes.address(scheduler), f"go-{salt}", salt, temperature=temperature, keeps_times=True
+    ) as stream:
         before = [await device_steps(metrics) for metrics in ranks.metrics]
         started = time.monotonic()
         gaps = Gaps(stream)
@@ -154,8 +238,11 @@ async def _run(
     of_ranks = [(busy - old_busy, steps - old) for (busy, steps), (old_busy, old) in zip(after, before, strict=True)]
     return {
         "rows": num_rows,
+        "rows_asked": decode.rows * args.ranks,
         "prefill_s": round(prefill_s, 3),
         "out_tok_s": round(num_rows * args.out / wall, 1),
+        "steady_tok_s": round(stream.steady_tok_s(), 1),
+        "itl_ms_p50_p99": np.quantile(1e3 * stream.gaps_s(), (0.5, 0.99)).round(2).tolist(),
         "seconds": round(wall, 3),
         "first_token_s": round(stream.first_token_at - started, 4),
         "inter_token_ms": round((wall - (stream.first_token_at - started)) / max(1, args.out - 1) * 1e3, 3),
@@ -195,6 +282,19 @@ async def _kill(processes: Processes, ranks: Ranks, rank: int) -> float:
     return time.monotonic() - killed
 
 
+def skewed(model: Path, parent: Path, skew: float) -> Path:
+    """A copy of a folder with one file of weights, whose routers pick the first experts more often."""
+    folder = parent / model.name
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weights in tensors.items():
+        if name.endswith(".gate.weight"):
+            experts = torch.arange(len(weights)) / len(weights)
+            tensors[name] = weights * torch.exp(skew * (0.5 - experts))[:, None].to(weights.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _flags(texts: list[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
@@ -212,6 +312,10 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=30_000, help="ids of prompts are below it")
     parser.add_argument("--max-total-len", type=int, default=16_384)
     parser.add_argument("--kill", type=int, default=None, metavar="RANK")
+    parser.add_argument("--router-skew", type=float, default=0.0, metavar="K")
+    parser.add_argument("--balance", action="store_true")
+    parser.add_argument("--balance-threshold", type=float, default=0.97, help="balancedness below which experts move")
+    parser.add_argument("--balance-s", type=float, default=90.0, help="seconds that experts have for it")
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the workers")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the scheduler")

@@ -222,11 +222,11 @@ class Weights(NamedTuple):
         return self.layers + self.num_routed_layers * self.num_picks * self.expert
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """A model folder for `--load-format dummy`."""
+def write_shape(name: str, folder: Path, **changes: object) -> Path:
+    """A model folder for `--load-format dummy`. changes: further keys of its config, e.g. dummy_router_skew."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    (path / "config.json").write_text(json.dumps({**SHAPES[name], **changes}, indent=1))
     return path
 
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
@@ -22,11 +24,19 @@ class BulkStream:
     """A router's end of Serve that counts tokens and looks at nothing else. An async context manager.
 
     cache_salt: of all its requests; those of another salt find nothing of theirs in the cache. temperature: likewise;
-    0 is greedy. keeps_outputs: for `outputs`; else tokens are counted alone.
+    0 is greedy. keeps_outputs: for `outputs`; else tokens are counted alone. keeps_times: for `gaps_s` and
+    `steady_tok_s`.
     """
 
     def __init__(
-        self, address: str, name: str, cache_salt: str = "", *, temperature: float = 0.0, keeps_outputs: bool = False
+        self,
+        address: str,
+        name: str,
+        cache_salt: str = "",
+        *,
+        temperature: float = 0.0,
+        keeps_outputs: bool = False,
+        keeps_times: bool = False,
     ) -> None:
         self._channel = open_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
@@ -41,6 +51,7 @@ class BulkStream:
         self._cache_salt, self._temperature, self._keeps_outputs = cache_salt, temperature, keeps_outputs
         self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
         self._outputs: list[scheduler_pb2.TokenBatch] = []
+        self._times: list[tuple[float, scheduler_pb2.TokenBatch]] | None = [] if keeps_times else None
 
     async def __aenter__(self) -> BulkStream:
         await self._call.write(scheduler_pb2.ServeRequest(hello=make_hello(daemon="router", instance_id=self._name)))
@@ -107,6 +118,25 @@ class BulkStream:
                 starts += int(count)
         return found
 
+    def gaps_s(self) -> NDArray[np.float64]:
+        """Seconds between the tokens of a row, of all rows: ITL as it is seen here. Of several that came together the
+        first has waited, the others have not."""
+        last: dict[int, float] = {}
+        gaps: list[float] = []
+        for at, batch in self._times or ():
+            for handle in unpack_ints(batch.handles, "handles").tolist():
+                if handle in last:
+                    gaps.append(at - last[handle])
+                last[handle] = at
+        return np.array(gaps)
+
+    def steady_tok_s(self, first: float = 0.3, last: float = 0.9) -> float:
+        """Tokens a second between these shares of all tokens: neither prompts nor the last rows that are left."""
+        times, counts = zip(*((at, len(batch.ids) // 4) for at, batch in self._times or ()), strict=True)
+        done = np.cumsum(counts)
+        begin, end = (int(np.searchsorted(done, share * done[-1])) for share in (first, last))
+        return float(done[end] - done[begin]) / (times[end] - times[begin])
+
     async def until(self, num_tokens: int = 0, num_finished: int = 0, timeout_s: float = 300.0) -> None:
         async with asyncio.timeout(timeout_s):
             while self.num_tokens < num_tokens or self.num_finished < num_finished:
@@ -122,6 +152,8 @@ class BulkStream:
                 if frame.tokens.ids:
                     if self._keeps_outputs:
                         self._outputs.append(frame.tokens)
+                    if self._times is not None:
+                        self._times.append((time.monotonic(), frame.tokens))
                     self.first_token_at = self.first_token_at or time.monotonic()
                     self.last_token_at = time.monotonic()
                 for finished in frame.finished:

@@ -100,7 +100,12 @@ def _start(command: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
     with log_file.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-IS", str(_DIE_WITH_PARENT), str(os.getpid()), *command],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+
+
+def _python_path() -> str:
+    """This tree first, then what this process's own says."""
+    return os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))

@@ -67,9 +67,9 @@ class WorkerSettings(CommonSettings):
         "and decode); 0: there are no transfers")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
-    transfer_transport: TransferTransport = setting(TransferTransport.SHARED_MEMORY, "what carries that KV: "
-        "shared_memory (between workers of one host), nixl (between workers that have it), each over gRPC to any "
-        "other, or grpc")  # fmt: skip
+    transfer_transport: TransferTransport = setting(TransferTransport.DEVICE, "what carries that KV: device "
+        "(between GPUs of one host, otherwise as shared_memory), shared_memory (between workers of one host), nixl "
+        "(between workers that have it), each over gRPC to any other, or grpc")  # fmt: skip
     host_kv_bytes: int = setting(0, "bytes of host memory for KV that the device evicts, which comes back before it is "
         "needed; 0: evicted KV is computed anew")  # fmt: skip
     host_kv_segment: Path | None = setting(None, "file for that memory, in /dev/shm for instance, which a worker that "
@@ -129,7 +129,7 @@ class WorkerSettings(CommonSettings):
     ep_rank: int = setting(0, "position of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
         "--ep-size")  # fmt: skip
     two_batch_min_rows: int = setting(0, "with --ep-size, steps in which a rank has so many rows run as two half "
-        "batches: one computes while rows of the other travel; 0: none does")  # fmt: skip
+        "batches: one computes while rows of the other travel; 0: none does (CUDA: at low latency)")  # fmt: skip
     ep_redundant_experts: int = setting(0, "with --ep-size, slots of a layer for further copies of experts in demand, "
         "on all ranks together")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
@@ -242,6 +242,11 @@ class WorkerSettings(CommonSettings):
         )
 
     @property
+    def device_staging_bytes(self) -> int:
+        """Bytes of the GPU's memory for KV on its way."""
+        return self.transfer_staging_bytes if self.transfer_transport is TransferTransport.DEVICE else 0
+
+    @property
     def latency(self) -> LatencyModel:
         return LatencyModel(
             base=self.simulated_base_us,
@@ -293,10 +298,9 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
-    for name in ("two_batch_min_rows", "ep_redundant_experts"):
-        if getattr(settings, name):
-            raise ValueError(f"{_flag(name)} is for --backend cpu: ranks on GPUs neither cut steps in two nor move "
-                "experts yet")  # fmt: skip
+    if settings.two_batch_min_rows and settings.attention_backend == "flashinfer":
+        raise ValueError(f"{_flag('two_batch_min_rows')} needs --attention-backend triton (or torch): flashinfer plans "
+            "one batch at a time")  # fmt: skip
 
 
 def _flag(name: str) -> str:

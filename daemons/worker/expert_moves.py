@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.models.experts import RoutedExperts
+from radixmesh.daemons.worker.expert_slots import ExpertSlots
 from radixmesh.worker.v1 import worker_pb2
 
 MAX_SLICE_BYTES = 256 * 1024 * 1024
@@ -26,12 +27,31 @@ _MAX_ID_BYTES = 256
 # Far below what the wire carries: it counts on.
 _MAX_VERSION = 1 << 61
 # Forwards from one report of the experts' loads to the next: some ten KiB, which no step of decodes should carry.
-_REPORT_FORWARDS = 32
+REPORT_FORWARDS = 32
 
 Wanted = tuple[int, int, int]
 """Layer, slot on this rank, expert."""
+Exchange = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
+"""As Communicator.all_to_all, of rows that lie where the weights do."""
 ReadExperts = Callable[[Sequence[Wanted]], None]
 """Fills slots with experts of the checkpoint. Raises BAD_CHECKPOINT."""
+
+
+class MovableExperts(Protocol):
+    """The experts of one layer, of which this rank has some."""
+
+    slots: ExpertSlots
+    """Of all ranks."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        """The weights at a slot of this rank as they lie in memory, uint8 views."""
+
+    def place(self, experts_S: torch.Tensor) -> None:
+        """Other experts are at the slots of all ranks, from the next step on. int64 on the host."""
 
 
 @dataclass(slots=True)
@@ -50,16 +70,18 @@ class ExpertMoves:
     """One rank's end. check() is asked before apply(); both on the step thread.
 
     All ranks have the same placement and are sent the same ops, so they refuse the same ones. `read`: for experts that
-    no rank has in memory any more.
+    no rank has in memory any more. exchange: by default the group's own.
     """
 
-    def __init__(self, layers: Sequence[RoutedExperts], group: RankGroup, read: ReadExperts) -> None:
+    def __init__(
+        self, layers: Sequence[MovableExperts], group: RankGroup, read: ReadExperts, exchange: Exchange | None = None
+    ) -> None:
         first = layers[0]
         self.num_experts, self.per_rank = first.slots.num_experts, first.slots.per_rank
-        self.expert_bytes = first.weights.expert_bytes
+        self.expert_bytes = first.expert_bytes
         self.version = 0
         self._layers = tuple(layers)
-        self._group = group
+        self._group, self._exchange = group, exchange or group.all_to_all
         self._read = read
         self._first = self.placement
         self._own = slice(group.rank * self.per_rank, (group.rank + 1) * self.per_rank)
@@ -84,7 +106,7 @@ class ExpertMoves:
         """int32 [L x experts], picks by this rank's rows since the last report; None: not yet. Call it once a
         forward."""
         self._num_forwards += 1
-        if self._num_forwards < _REPORT_FORWARDS:
+        if self._num_forwards < REPORT_FORWARDS:
             return None
         self._num_forwards = 0
         with torch.inference_mode():
@@ -131,7 +153,7 @@ class ExpertMoves:
             self._held[tuple(lacking.T)] = wanted[tuple(lacking.T)]
         with torch.inference_mode():
             for layer, experts_S in zip(self._layers, experts_LS, strict=True):
-                self._replace(layer, torch.from_numpy(experts_S.astype(np.int64)))
+                layer.place(torch.from_numpy(experts_S.astype(np.int64)))
         self.version = 0 if placement is None else placement.version
 
     def _checked(self, experts: IntArray) -> IntArray:
@@ -196,15 +218,16 @@ class ExpertMoves:
         sources, targets = unpack_ints(op.sources, "sources").tolist(), unpack_ints(op.targets, "targets").tolist()
         cut = slice(op.first_byte, op.first_byte + op.num_bytes)
         moves = [(s, t, s // self.per_rank, t // self.per_rank) for s, t in zip(sources, targets, strict=True)]
-        weights = self._layers[op.layer].weights
+        layer = self._layers[op.layer]
         sent = [[s for s, _, start, end in moves if (start, end) == (rank, other)] for other in range(size)]
         came = [[t for _, t, start, end in moves if (start, end) == (other, rank)] for other in range(size)]
-        rows = [_bytes_in(weights.bytes_of(slot % self.per_rank), cut) for slots in sent for slot in slots]
-        x = torch.stack(rows) if rows else torch.empty(0, op.num_bytes, dtype=torch.uint8)
-        got = self._group.all_to_all(x, [len(slots) for slots in sent], [len(slots) for slots in came])
+        rows = [_bytes_in(layer.bytes_of(slot % self.per_rank), cut) for slots in sent for slot in slots]
+        memory = layer.bytes_of(0)[0]
+        x = torch.stack(rows) if rows else memory.new_empty(0, op.num_bytes)
+        got = self._exchange(x, [len(slots) for slots in sent], [len(slots) for slots in came])
         for row, target in enumerate(target for slots in came for target in slots):
             if target not in stage.memory:
-                stage.memory[target] = torch.empty(self.expert_bytes, dtype=torch.uint8)
+                stage.memory[target] = memory.new_empty(self.expert_bytes)
             stage.memory[target][cut] = got[row]
         for source, target, _, _ in moves:
             stage.sources[target] = source
@@ -216,10 +239,10 @@ class ExpertMoves:
         layer, experts_S = self._layers[stage.layer], self._after(stage)
         for target, memory in stage.memory.items():
             first = 0
-            for part in layer.weights.bytes_of(target % self.per_rank):
+            for part in layer.bytes_of(target % self.per_rank):
                 part.copy_(memory[first : first + part.numel()])
                 first += part.numel()
-        self._replace(layer, experts_S)
+        layer.place(experts_S)
         self._held[stage.layer] = experts_S[self._own].numpy()
         self.version += 1
         self._stage = None
@@ -231,9 +254,6 @@ class ExpertMoves:
         targets, sources = list(stage.sources), list(stage.sources.values())
         experts_S[targets] = before_S[sources]
         return experts_S
-
-    def _replace(self, layer: RoutedExperts, experts_S: torch.Tensor) -> None:
-        layer.slots = layer.slots.replaced(experts_S, self._group.size)
 
 
 def _bytes_in(parts: Sequence[torch.Tensor], cut: slice) -> torch.Tensor:

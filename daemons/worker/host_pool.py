@@ -23,8 +23,8 @@ class HostPool(ABC):
     """Copies between the device's pages and its own, [0, num_pages). One thread calls it.
 
     Copies read and write as if they ran when they are called: a save reads its device pages before anything that is
-    launched later writes there, once overwritten() was told of it; a load writes behind all that was launched before,
-    and behind saves of its pages; copies of one host page keep their order.
+    launched later writes there, once overwritten() was told of it; a load writes behind what was launched before that
+    may use its pages, and behind saves of them; copies of one host page keep their order.
     """
 
     num_pages: int
@@ -37,9 +37,12 @@ class HostPool(ABC):
         """Copies device pages to host pages; both int32 [n], host pages distinct."""
 
     @abstractmethod
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> DeviceEvent:
         """Copies host pages to device pages; both int32 [n], device pages distinct. The event is behind the copy: only
-        then may a forward that reads them be launched."""
+        then may a forward that reads them be launched.
+
+        behind: of the last step that may use the device pages, as its runner gave it; None: of all that was launched.
+        """
 
     def overwritten(self, device_pages: IntArray) -> None:
         """Device pages that what is launched next may write to. Default: no save is under way when save() returns."""
@@ -102,7 +105,7 @@ class ArrayHostPool(HostPool):
             self._rows[host_pages, start:end] = plane[device_pages]
             start = end
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> DeviceEvent:
         start = 0
         for plane in self._planes:
             end = start + plane.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -166,6 +167,30 @@ class KvPool(KvPlanes):
                 rows[chunk] = piece[start : start + num].view(len(chunk), *rows.shape[1:])
                 start += num
 
+    @property
+    def copies_by_address(self) -> bool:
+        """True if there are gather_to() and scatter_from()."""
+        return self._has_kernels or self._copied[0].device.type == "cpu"
+
+    def gather_to(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
+        """read_tokens() to memory that this pool's device reaches, and no tensor has: another device's, for one."""
+        if not self._has_kernels:
+            data = self.read_tokens(indexes, part)
+            _bytes_at(address, len(data)).copy_(data)
+            return
+        from radixmesh.kernels.kv_copy import gather_rows
+
+        gather_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
+
+    def scatter_from(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
+        """write_tokens() of memory as of gather_to()."""
+        if not self._has_kernels:
+            self.write_tokens(indexes, _bytes_at(address, len(indexes) * self.part_bytes(part)), part)
+            return
+        from radixmesh.kernels.kv_copy import scatter_rows
+
+        scatter_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
+
     def part_bytes(self, part: KvShare | None) -> int:
         """Bytes of a token in read_tokens()."""
         return self.token_bytes if part is None else self.token_bytes // self.share.size * part.size
@@ -213,6 +238,11 @@ class KvPool(KvPlanes):
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
         for plane in self._planes.values():
             plane[:, : self.num_pages] = float("nan")
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Memory of the host, uint8."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def kv_slots(pages: IntArray, length: int, page_size: int) -> npt.NDArray[np.int64]:

@@ -37,6 +37,11 @@ class QuantizedExperts:
         for tensor, shape, dtype in shapes:
             assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(), (tensor.shape, shape)
 
+    @property
+    def expert_bytes(self) -> int:
+        weights = (self.w_gate_up_E2FD, self.gate_up_scales_E2HG, self.w_down_EDF, self.down_scales_EGH)
+        return sum(w[0].nbytes for w in weights)
+
     @classmethod
     def empty(cls, num_experts: int, hidden: int, mlp: int, device: torch.device) -> QuantizedExperts:
         """Memory, not filled."""

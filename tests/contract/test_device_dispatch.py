@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire, NcclWire
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.cuda.experts import PlainExperts
+from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ops import TorchOps
 from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
 from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
@@ -75,7 +76,7 @@ class Ranks:
         gate_up[: share.size], down[: share.size] = (w[share.start : share.stop] for w in (self.w_gate_up, self.w_down))
         norm = torch.ones(HIDDEN).bfloat16()
         return DispatchedExperts(
-            PlainExperts(ops, gate_up, down), self.dispatches[rank], placed, num_experts, norm, ops.gemm
+            PlainExperts(ops, gate_up, down), self.dispatches[rank], placed, num_experts, norm, ops
         )
 
     def on_all(self, call: Callable[[int], T]) -> list[T]:
@@ -105,6 +106,11 @@ class Ranks:
 
     def expected(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         return routed_experts_reference(x, routes, self.w_gate_up, self.w_down, x * 0.5)
+
+    def buffers(self) -> list[FakeNixlEp.Buffer | FakeDeepEp.Buffer]:
+        """The library's ends, of transports by one."""
+        dispatches = [dispatch for dispatch in self.dispatches if isinstance(dispatch, BufferDispatch)]
+        return [dispatch._buffer._buffer for dispatch in dispatches]  # type: ignore[union-attr]
 
     def close(self) -> None:
         for member in self.members:
@@ -146,6 +152,41 @@ def test_results_are_those_of_one_rank(transport: str, size: int, num_experts: i
         for room in (MAX_ROOM, 0):
             for rank, got in enumerate(ranks.run(inputs, room)):
                 torch.testing.assert_close(got, ranks.expected(*inputs[rank]), rtol=0.03, atol=0.2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_halves_of_a_step_take_turns(transport: str, ranks_of) -> None:  # type: ignore[no-untyped-def]
+    """Two layers of each half; libraries receive what came of a call before they are called again."""
+    ranks = ranks_of(transport, 3, 7)
+    halves = [[rows_of(4, 7, seed=10 * half + rank) for half in range(2)] for rank in range(3)]
+
+    def forward(rank: int, half: int) -> Stages:
+        x, routes = halves[rank][half]
+        residual, experts = x * 0.5, ranks.experts[rank]
+        for _ in range(2):
+            came = experts.send(x, routes)
+            yield
+            add_to = experts.compute(came())
+            yield
+            add_to(residual)
+        return residual
+
+    def one(rank: int) -> list[torch.Tensor]:
+        dispatch = ranks.dispatches[rank]
+        dispatch.room, dispatch.is_cut = 4, True
+        results = take_turns([forward(rank, half) for half in range(2)], lambda half: None)
+        dispatch.is_cut = False
+        dispatch.launched(HostDevice())()
+        return results
+
+    for rank, results in enumerate(ranks.on_all(one)):
+        for half, got in enumerate(results):
+            x, routes = halves[rank][half]
+            once = ranks.expected(x, routes)
+            want = routed_experts_reference(x, routes, ranks.w_gate_up, ranks.w_down, once)
+            torch.testing.assert_close(got, want, rtol=0.03, atol=0.3)
+    split = [buffer.num_split for buffer in ranks.buffers()]
+    assert split == ([8] * 3 if transport in ("nixl", "deepep") else []), "sent and received apart"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -207,10 +248,12 @@ def test_a_step_that_a_kernel_computed_without_a_rank_is_dropped(transport: str,
 class _Aborted(HostWire):
     """A wire whose collectives are aborted by the loss of a rank, as NCCL's are: they end, with any numbers."""
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.full((self.ranks.size, *x.shape), 1 << 30, dtype=x.dtype)
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: torch.full((self.ranks.size, *x.shape), 1 << 30, dtype=x.dtype)
 
-    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         raise AssertionError(f"nobody sends {from_ranks} rows")
 
 
@@ -220,7 +263,7 @@ def test_counts_that_an_aborted_collective_leaves_are_not_believed(ranks_of) -> 
     dispatch.form()
     ranks.members[0].abort()
     with pytest.raises(CollectiveAborted):
-        dispatch.dispatch(*rows_of(3, 6, seed=4), 3)
+        dispatch.start_dispatch(*rows_of(3, 6, seed=4), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

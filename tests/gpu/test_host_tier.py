@@ -10,9 +10,13 @@ import torch
 from support.device_settings import TINY_SETTINGS
 from support.planner_world import World
 
+pytest.importorskip("triton")
+
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
+from radixmesh.daemons.worker.cuda import host_pool
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.cuda.page_copies import EngineCopies, KernelCopies, PageCopies, StagedCopies
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +43,25 @@ def _texts(model: str) -> list[tuple[list[int], list[int]]]:
     return [(list(text[:70]), list(text[70:])) for text, e in ids.items() if len(text) == 78 > len(e["prompt_ids"])]
 
 
+@pytest.fixture(params=["engines", "staged", "kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PageCopies]:
+    """Of copying pages, whatever the rows are."""
+    way = {"engines": EngineCopies, "staged": StagedCopies, "kernel": KernelCopies}[request.param]
+
+    def only(planes: object, words: object, pages_together: int, call: object) -> list[PageCopies]:
+        return [way(planes, words) if way is KernelCopies else way(planes, words, pages_together, call)]
+
+    monkeypatch.setattr(host_pool, "ways_for", only)
+    return way
+
+
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_recitation_with_kv_that_comes_and_goes(model: str, page_size: int, policy: str) -> None:
+def test_recitation_with_kv_that_comes_and_goes(model: str, page_size: int, policy: str, way: type[PageCopies]) -> None:
     tiers = TierSettings(policy=WritePolicy(policy))
     runner = _runner(model, page_size, 240)
     world = World(runner=runner, num_slots=4, num_host_pages=2048 // page_size, tiers=tiers)
+    assert type(runner.host_pool.copies) is way  # type: ignore[union-attr]
     texts = _texts(model)[:12]
     assert len(texts) > 6
     for number in range(3):
@@ -58,7 +75,7 @@ def test_recitation_with_kv_that_comes_and_goes(model: str, page_size: int, poli
     assert state is not None and state.num_evicted and state.hosts[0].counters.loaded
 
 
-def test_a_save_is_read_before_its_pages_are_written_again() -> None:
+def test_a_save_is_read_before_its_pages_are_written_again(way: type[PageCopies]) -> None:
     """Many times at once, with copies that last: what a save reads late is what the next writer left."""
     runner = _runner("tiny-llama", 16, 4096)
     runner.add_host_pool(2 << 20)

@@ -1,6 +1,7 @@
-"""A model divided between two processes on one GPU, behind one scheduler: recitations, and kills that nobody notices.
+"""A model divided between two processes behind one scheduler: recitations, and kills that nobody notices.
 
-Two processes take turns on a GPU, a millisecond or more for each sum: right, and slow.
+Each has a GPU of its own where there are two. On one they take turns, a millisecond or more for each sum: right, and
+slow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import signal
 
 import pytest
+import torch
 from support.fault_injection import kill_in_turn
 from support.jobs import Job, recitations
 from support.mesh import running_mesh
@@ -24,7 +26,8 @@ WORKER = {
     "max_total_len": 1024,
     "max_tokens_per_step": 256,
 }
-SERVICES = {"worker-rank-1": {"cpu_threads": 1, **WORKER}}
+NUM_GPUS = torch.cuda.device_count()
+SERVICES = {"worker-rank-1": {"cpu_threads": 1, **WORKER, "cuda_device": min(1, max(0, NUM_GPUS - 1))}}
 
 
 def texts(model: str, lengths: range) -> list[Job]:
@@ -50,3 +53,54 @@ async def test_no_stream_notices_a_dead_rank(model: str) -> None:
         await kill_in_turn(mesh, texts(model, range(150, 310)), plan, num_streams=3, seed=18)
         state = await mesh.scheduler_state()
         assert state.num_page_violations == 0
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+@pytest.mark.parametrize("transport", ["nccl", "host"])
+async def test_recitations_of_ranks_that_share_experts(transport: str) -> None:
+    jobs = texts("tiny-deepseek", range(170))
+    worker = {**WORKER, "ep_transport": transport}
+    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], "ep_transport": transport}}
+    async with running_mesh("dp-ep", model="tiny-deepseek", worker=worker, services=services) as mesh:
+        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+        wrong = [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers]
+        assert wrong == []
+        await kill_in_turn(
+            mesh, texts("tiny-deepseek", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
+        )
+        assert mesh.bugs == []
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+async def test_recitations_in_halves_while_experts_move() -> None:
+    """Captured steps of two halves; experts move at each chance, also when a rank has come back."""
+    jobs = texts("tiny-deepseek", range(170))
+    flags = {"ep_transport": "nccl", "two_batch_min_rows": 2, "ep_redundant_experts": 2}
+    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], **flags}}
+    scheduler = {"expert_balance_threshold": 1.0, "expert_balance_interval_s": 0.5}
+    worker = {**WORKER, **flags}
+    async with running_mesh(
+        "dp-ep", model="tiny-deepseek", worker=worker, services=services, scheduler=scheduler
+    ) as mesh:
+        for _ in range(3):
+            got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+            wrong = [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers]
+            assert wrong == []
+        await kill_in_turn(
+            mesh, texts("tiny-deepseek", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
+        )
+        assert mesh.bugs == []
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+async def test_recitations_with_sums_by_nccl() -> None:
+    jobs = texts("tiny-llama", range(170))
+    worker = {**WORKER, "tp_collectives": "nccl"}
+    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], "tp_collectives": "nccl"}}
+    async with running_mesh("tp2", model="tiny-llama", worker=worker, services=services) as mesh:
+        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+        assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
+        await kill_in_turn(
+            mesh, texts("tiny-llama", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
+        )
+        assert mesh.bugs == []

@@ -140,8 +140,10 @@ def test_models_without_experts_to_share_are_refused(tmp_path: Path, group_of: C
     [
         ({"tp_size": 2, "ep_size": 2}, "shared by data-parallel ranks"),
         ({"dp_size": 2, "ep_size": 2, "deterministic": True}, "is for --backend cpu"),
-        ({"dp_size": 2, "ep_size": 2, "two_batch_min_rows": 8}, "neither cut steps in two"),
-        ({"dp_size": 2, "ep_size": 2, "ep_redundant_experts": 2}, "neither cut steps in two"),
+        (
+            {"dp_size": 2, "ep_size": 2, "two_batch_min_rows": 8, "attention_backend": "flashinfer"},
+            "one batch at a time",
+        ),
         ({"dp_size": 2, "ep_size": 2, "ep_transport": "pigeon"}, "must be one of auto, nccl, nixl, deepep, host"),
         ({"backend": Backend.CPU, "dp_size": 2, "ep_size": 2, "ep_transport": "nccl"}, "is for --backend cuda"),
     ],

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from mesh.test_tensor_parallel import go, lose_a_write, seem_lost
-from support.cpu_ranks import NUM_TOKENS, TIMEOUT_S, Ranks, ranks_of, recited, scheduler_on, texts
-from support.serve_client import serve_client
-from triton.runtime import interpreter
+from support.cpu_ranks import (
+    NUM_TOKENS,
+    TIMEOUT_S,
+    Ranks,
+    Text,
+    ranks_of,
+    recited,
+    scheduler_on,
+    skewed_deepseek,
+    texts,
+)
+from support.replaying_device import ReplayingDevice
+from support.serve_client import ServeClient, serve_client
+from support.triton_interpreter import launch_in_turns
 
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.scheduler.planning import expert_balancer
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.config import Backend
 from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
+from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 
 pytestmark = [
@@ -43,25 +58,22 @@ WORKER = {
 @pytest.fixture(autouse=True)
 def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_runner(
-        folder: Path, settings: load.DeviceSettings, *rest: object, ranks: RankGroup, **others: object
+        folder: Path, settings: load.DeviceSettings, *rest: object, ranks: RankGroup | None, **others: object
     ) -> DeviceRunner:
-        device, experts = HostDevice(), others.get("experts")
+        device, experts = ReplayingDevice() if settings.cuda_graphs else HostDevice(), others.get("experts")
         assert experts is None or isinstance(experts, ExpertDispatch)
-        group = create_device_group(settings.tp_collectives, ranks, device) if ranks.size > 1 else None
+        group = (
+            create_device_group(settings.tp_collectives, ranks, device)
+            if ranks is not None and ranks.size > 1
+            else None
+        )
         shared = load.create_shared_out(settings, experts, device)
         runner = load.load_device_runner(folder, replace(settings, use_pdl=False), device, group, shared)
         runner.warm_up()
         return runner
 
     monkeypatch.setattr(load, "load_cuda_runner", load_runner)
-    # The interpreter has one grid for all threads.
-    lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
-
-    def launch_alone(self: object, *args: object, **kwargs: object) -> object:
-        with lock:
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
+    launch_in_turns(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +134,139 @@ async def test_tiny_deepseek_recites_with_its_experts_on_several_ranks(size: int
     for of_rank in rooms:
         assert {is_low_latency for is_low_latency, _ in of_rank} == {True, False}
     assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With its experts biased it recites nothing: what it says is compared with what one worker says."""
+    return skewed_deepseek(tmp_path_factory.mktemp("skewed"))
+
+
+async def _said_by_one(folder: Path, chosen: list[Text]) -> list[list[int]]:
+    async with (
+        ranks_of(folder, 1, **{**WORKER, "num_pages": 2 * NUM_TOKENS}) as one,
+        scheduler_on(one) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        return await _said(client, chosen)
+
+
+async def _said(client: ServeClient, chosen: list[Text]) -> list[list[int]]:
+    sampling = common_pb2.SamplingParams(temperature=0.0)
+    handles = [await client.submit(text.prompt, max_tokens=40, sampling=sampling) for text in chosen]
+    return [seen.tokens for seen in await client.over(*handles, timeout_s=TIMEOUT_S)]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_redundant", "is_restarted"),
+    [
+        (2, 2, False),
+        pytest.param(2, 2, True, marks=pytest.mark.slow),
+        pytest.param(4, 4, False, marks=pytest.mark.full),
+    ],
+)
+async def test_a_skewed_router_is_balanced_while_ranks_of_the_cuda_backend_serve(
+    skewed: Path, size: int, num_redundant: int, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens stay those of one worker, whichever experts are where. is_restarted: a rank goes when a layer was placed,
+    and comes back to that placement."""
+    for name in ("_FIRST_SLICE", "_LEAST_SLICE", "_MOST_SLICE"):
+        monkeypatch.setattr(expert_balancer, name, 64 * 1024)
+    monkeypatch.setattr(expert_balancer, "_LEAST_PICKS_AN_EXPERT", 4)
+    chosen = texts("tiny-deepseek", 6)
+    expected = await _said_by_one(skewed, chosen)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "ep_redundant_experts": num_redundant}
+    async with (
+        ranks_of(skewed, 1, size, ep_size=size, **sizes) as ranks,
+        scheduler_on(ranks, expert_balance_threshold=0.9, expert_balance_interval_s=0.2) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        planner, before, is_waiting = daemon.daemon.loop.planner, 1.0, is_restarted
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        while planner.experts.num_placed < 3 or is_waiting:
+            assert asyncio.get_running_loop().time() < deadline, planner.experts
+            running = asyncio.ensure_future(_said(client, chosen))
+            while not running.done():
+                known = planner.counters.expert_load.balancedness
+                if known and not planner.experts.num_placed:
+                    before = min(before, known)
+                if is_waiting and planner.experts.num_placed:
+                    await ranks.restart(1)
+                    is_waiting = False
+                await asyncio.sleep(0.002)
+            assert await running == expected
+        placements = [_moves_of(ranks, rank).placement.tolist() for rank in range(size)]
+        assert all(placement == placements[0] for placement in placements)
+        assert planner.experts.longest_s < 1.0, "no step was given more than a second"
+        planner.counters.expert_load.rows = []
+        assert await _said(client, chosen) == expected
+        after = planner.counters.expert_load.balancedness
+        assert before < 0.6 and after > before + 0.1, (before, after)
+
+
+def _moves_of(ranks: Ranks, rank: int) -> DeviceExpertMoves:
+    executor = ranks.workers[rank].daemon.core.executor
+    assert executor is not None and isinstance(executor.runner.expert_moves, DeviceExpertMoves)
+    return executor.runner.expert_moves
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+async def test_steps_that_run_as_two_halves_recite(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes with room for two rows and more; those with room for one, and all with chunks, run whole."""
+    cut: list[int] = []
+    inner = DecodeSteps._in_halves
+
+    def in_halves(self: DecodeSteps, x_TD: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        cut.append(len(x_TD))
+        return inner(self, x_TD, step)
+
+    monkeypatch.setattr(DecodeSteps, "_in_halves", in_halves)
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "two_batch_min_rows": 2}
+    async with (
+        ranks_of("tiny-deepseek", 1, size, ep_size=size, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        rooms = rooms_of(ranks)
+        cut.clear()
+        await recited(client, chosen)
+        assert cut and min(cut) >= 2 and len(cut) % size == 0, "all ranks cut the same steps"
+        whole = len(cut)
+        await recited(client, chosen[:1])
+        assert len(cut) == whole, "one row is not cut"
+    assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+
+
+@pytest.mark.parametrize("attention", ["torch", pytest.param("triton", marks=pytest.mark.full)])
+async def test_halves_and_moving_experts_in_captured_steps(
+    skewed: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with transports that graphs record, which are captured anew for each generation: all decodes are replayed."""
+    monkeypatch.setattr(HostWire, "can_capture", True)
+    monkeypatch.setattr(HostWire, "is_captured_anew", True)
+    for name in ("_FIRST_SLICE", "_LEAST_SLICE", "_MOST_SLICE"):
+        monkeypatch.setattr(expert_balancer, name, 1 << 20)
+    monkeypatch.setattr(expert_balancer, "_LEAST_PICKS_AN_EXPERT", 4)
+    chosen = texts("tiny-deepseek", 6)
+    expected = await _said_by_one(skewed, chosen)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "ep_redundant_experts": 2, "two_batch_min_rows": 2}
+    sizes |= {"cuda_graphs": True, "attention_backend": attention, "num_slots": 4}
+    async with (
+        ranks_of(skewed, 1, 2, ep_size=2, **sizes) as ranks,
+        scheduler_on(ranks, expert_balance_threshold=0.9, expert_balance_interval_s=0.2) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+        while daemon.daemon.loop.planner.experts.num_placed < 2:
+            assert asyncio.get_running_loop().time() < deadline
+            assert await _said(client, chosen) == expected
+        assert await _said(client, chosen) == expected
+        for running in ranks.workers.values():
+            executor = running.daemon.core.executor
+            assert executor is not None and isinstance(executor.runner, DeviceRunner)
+            assert isinstance(executor.runner.device, ReplayingDevice)
+            assert {rows for rows, *_ in executor.runner.device.replayed} >= {1, 2, 4}
 
 
 @pytest.mark.full

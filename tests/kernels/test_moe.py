@@ -10,6 +10,7 @@ from support.rounding import kernel_tolerance, typical_chain_error
 from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMethod
 from radixmesh.daemons.worker.models.deepseek.routing import pick_biased, pick_highest
 from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
+from radixmesh.kernels.moe.choose_slots import TokenRows, choose_slots, choose_slots_reference, slot_table
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
 from radixmesh.kernels.moe.grouped_gemm import (
@@ -253,3 +254,28 @@ def _distinct_experts(num_rows: int, num_experts: int, num_picks: int) -> torch.
 def _check_same(got: Routes, want: Routes) -> None:
     assert torch.equal(got.expert_ids_TA, want.expert_ids_TA.int())
     torch.testing.assert_close(got.weights_TA, want.weights_TA, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_picks_find_a_copy_of_their_expert_and_are_counted(has_padding: bool) -> None:
+    """Rows take the copies in turn; rows of padding go somewhere too, but do not count."""
+    num_experts, num_rows, num_picks, rank = 7, 130, 3, 1
+    experts_S = torch.tensor([3, 0, 1, -1, 2, 3, 4, 5, -1, 6, 3, 1])
+    table = slot_table(experts_S, num_experts)
+    ids_TA = torch.rand(num_rows, num_experts).argsort(dim=1)[:, :num_picks].int().contiguous()
+    row_slots_T = torch.arange(num_rows, dtype=torch.int32) % 9
+    tokens = TokenRows(row_slots_T, 8) if has_padding else None
+    got, want = (torch.full((num_experts,), 5, dtype=torch.int32) for _ in range(2))
+    slots_TA = choose_slots(ids_TA, table, got, rank, tokens)
+    assert torch.equal(slots_TA, choose_slots_reference(ids_TA, table, want, rank, tokens)) and torch.equal(got, want)
+    assert torch.equal(experts_S[slots_TA.long()], ids_TA.long())
+    counted = ids_TA[row_slots_T != 8] if has_padding else ids_TA
+    assert torch.equal(got - 5, counted.flatten().bincount(minlength=num_experts).int())
+    of_three = slots_TA[ids_TA == 3]
+    assert set(of_three.tolist()) == {0, 5, 10}
+
+
+def test_ids_of_no_expert_read_and_count_nothing_foreign() -> None:
+    table, picks_E = slot_table(torch.tensor([1, 0]), 2), torch.zeros(4, dtype=torch.int32)
+    slots_TA = choose_slots(torch.tensor([[2**30], [-5]], dtype=torch.int32), table, picks_E[1:3], 0)
+    assert slots_TA.flatten().tolist() == [0, 1] and picks_E.tolist() == [0, 1, 1, 0]

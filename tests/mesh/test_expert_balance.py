@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
-from support.cpu_ranks import MODELS, NUM_TOKENS, TIMEOUT_S, Ranks, Text, ranks_of, scheduler_on, texts
+from support.cpu_ranks import NUM_TOKENS, TIMEOUT_S, Ranks, Text, ranks_of, scheduler_on, skewed_deepseek, texts
 from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
@@ -24,19 +21,7 @@ _SAMPLING = common_pb2.SamplingParams(temperature=0.0, num_top_logprobs=2)
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny-deepseek whose routers pick the first half of the experts alone: those of the first ranks."""
-    folder = tmp_path_factory.mktemp("skewed") / "tiny-deepseek"
-    shutil.copytree(MODELS / "tiny-deepseek", folder)
-    tensors = load_file(folder / "model.safetensors")
-    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
-    assert biases
-    for name in biases:
-        half = len(tensors[name]) // 2
-        tensors[name][:half] += 100.0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    assert config["n_routed_experts"] == 8
-    return folder
+    return skewed_deepseek(tmp_path_factory.mktemp("skewed"))
 
 
 def planner_of(daemon: object) -> Planner:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from safetensors.torch import load_file, save_file
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rank_layout import RankLayout
@@ -36,6 +39,22 @@ def texts(model: str, num: int) -> list[Text]:
     found = [Text(item["prompt_ids"], item["expected_ids"]) for item in items if len(item["expected_ids"]) >= 30]
     # One that fits the KV memory twice.
     return [text for text in found if 2 * sum(map(len, text)) <= NUM_TOKENS][:num]
+
+
+def skewed_deepseek(parent: Path) -> Path:
+    """tiny-deepseek whose routers pick the first half of the experts alone: those of the first ranks."""
+    folder = parent / "tiny-deepseek"
+    shutil.copytree(MODELS / "tiny-deepseek", folder)
+    tensors = load_file(folder / "model.safetensors")
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        half = len(tensors[name]) // 2
+        tensors[name][:half] += 100.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["n_routed_experts"] == 8
+    return folder
 
 
 class Ranks:

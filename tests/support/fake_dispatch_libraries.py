@@ -6,6 +6,7 @@ Ranks are threads of this process. What a library leaves undefined holds NaN her
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
@@ -53,14 +54,18 @@ class _Handle(tuple):
 
 
 class _Kernels:
-    """Low-latency dispatch and combine of both libraries. masked: ranks that kernels gave up waiting for."""
+    """Low-latency dispatch and combine of both libraries. masked: ranks that kernels gave up waiting for. id_dtype: of
+    the experts' ids, for which kernels are compiled."""
+
+    id_dtype = torch.int64
 
     def __init__(self) -> None:
         self.world: _World
         self.rank, self.size = 0, 0
         self.num_bytes = 0
         self.masked: set[int] = set()
-        self.num_dispatched = 0
+        self.num_dispatched = self.num_split = 0
+        self.is_open = False
         self.is_destroyed = False
 
     def low_latency_dispatch(
@@ -70,8 +75,10 @@ class _Kernels:
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
         use_fp8: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor, _Handle, None, None]:
-        assert not use_fp8 and x.dtype == torch.bfloat16 and x.is_contiguous() and topk_idx.dtype == torch.int64
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, _Handle, None, Callable[[], None] | None]:
+        self._begin()
+        assert not use_fp8 and x.dtype == torch.bfloat16 and x.is_contiguous() and topk_idx.dtype == self.id_dtype
         assert len(x) == len(topk_idx) <= num_max_dispatch_tokens_per_rank and num_experts % self.size == 0
         assert not len(x) or 0 <= int(topk_idx.min()) <= int(topk_idx.max()) < num_experts
         hint = size_hint(num_max_dispatch_tokens_per_rank, x.shape[1], self.size, num_experts)
@@ -94,20 +101,48 @@ class _Kernels:
                         sources[local].append((source, row))
                         count[local] += 1
         self.num_dispatched += 1
-        return recv_x, count, _Handle((sources, held)), None, None
+        hook = self._hook(recv_x, count) if return_recv_hook else None
+        return recv_x, count, _Handle((sources, held)), None, hook
 
     def low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle
-    ) -> tuple[torch.Tensor, None, None]:
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: _Handle,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, None, Callable[[], None] | None]:
+        self._begin()
         sources, held = handle
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and topk_weights.dtype == torch.float32
+        assert topk_idx.dtype == self.id_dtype
         sent = self.world.gather(self.rank, (x.clone(), sources))
         combined = torch.zeros(len(topk_idx), x.shape[2])
         for row in range(len(topk_idx)):
             for expert, weight in zip(topk_idx[row].tolist(), topk_weights[row], strict=True):
                 results, of = sent[expert // held]  # type: ignore[misc]
                 combined[row] += weight * results[expert % held, of[expert % held].index((self.rank, row))].float()
-        return combined.bfloat16(), None, None
+        result = combined.bfloat16()
+        return result, None, self._hook(result) if return_recv_hook else None
+
+    def _begin(self) -> None:
+        assert not self.is_open, "a call cleans the region of the call before, which nobody has received"
+
+    def _hook(self, *results: torch.Tensor) -> Callable[[], None]:
+        """Results are there once it was called."""
+        came = [result.clone() for result in results]
+        for result in results:
+            result.fill_(float("nan") if result.is_floating_point() else -1)
+        self.is_open = True
+        self.num_split += 1
+
+        def receive() -> None:
+            assert self.is_open, "received twice"
+            self.is_open = False
+            for result, data in zip(results, came, strict=True):
+                result.copy_(data)
+
+        return receive
 
     def _fill(self, mask_status: torch.Tensor) -> None:
         assert mask_status.dtype == torch.int32 and len(mask_status) == self.size
@@ -125,7 +160,10 @@ def size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int
 class FakeNixlEp:
     """The module nixl_ep_cu13 of nixl-cu13 1.4.1."""
 
+    topk_idx_t = torch.int32
+
     class Buffer(_Kernels):
+        id_dtype = torch.int32
         worlds: ClassVar[dict[str, _World]] = {}
         lock = threading.Lock()
         opened: ClassVar[list[FakeNixlEp.Buffer]] = []

@@ -6,7 +6,10 @@ Work that it throws away is left out, which halves its time.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
+import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,6 +110,19 @@ def _hurry() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = find_dtype_once
+
+
+def launch_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads launch one kernel at a time: the interpreter has one grid for all of them."""
+    from triton.runtime import interpreter
+
+    lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def launch_alone(self: object, *args: object, **kwargs: object) -> object:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
 
 
 if DEVICE.type == "cpu":

@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.planner_world import World, new_executor
+from support.lagging import LaggingRunner
+from support.planner_world import EOS_ID, VOCAB_SIZE, World, new_executor
 from support.plans import Steps, admit, chunk, fingerprint, grant, simulated_executor
 
 from radixmesh.daemons.runtime.arrays import as_ints, pack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.steps.sections import sections_of
-from radixmesh.daemons.runtime.steps.step import PageMove, Release, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step import PageCopy, PageMove, Release, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
 from radixmesh.daemons.scheduler.cache.feed import Inserted
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
@@ -27,7 +28,11 @@ from radixmesh.daemons.worker.kv_transfer.staging import RegionKey
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
-from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.simulated.clock import VirtualClock
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.step_handle import DONE
 from radixmesh.worker.v1 import worker_pb2
 
 PROMPT = list(range(10, 22))
@@ -501,3 +506,38 @@ def test_a_parked_request_may_be_asked_for_again():
     world.run(1)
     assert record.tokens == world.expected(record.submission)
     world.check_clean()
+
+
+def test_a_load_waits_for_the_steps_that_used_its_pages_and_for_no_others(monkeypatch):
+    runner = LaggingRunner(
+        page_size=4, num_pages=32, vocab_size=VOCAB_SIZE, max_total_len=200, latency=LatencyModel(),
+        alphabet=Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=0.0), clock=VirtualClock(),
+    )  # fmt: skip
+    runner.add_host_pool(8 * 4 * 8)
+    executor, behind = StepExecutor(runner, num_slots=4, max_tokens_per_step=64), []
+    executor.begin_epoch(1)
+    load = runner.host_pool.load
+
+    def told(host_pages, device_pages, event=None):
+        behind.append(event)
+        return load(host_pages, device_pages, event)
+
+    monkeypatch.setattr(runner.host_pool, "load", told)
+
+    def launch(step_id, **parts):
+        return executor.launch(StepPlan(epoch=1, step_id=step_id, **parts))
+
+    launch(1, admits=(admit(0, PROMPT),), grants=(grant(0, [0, 1, 2, 3]),), chunks=(chunk(0, 12),)).result()
+    launch(2, has_forward=False, saves=(move([0, 1, 2], [5, 6, 7]),), releases=(Release(slot=0, generation=1),))
+    second = launch(3, admits=(admit(1, PROMPT),), grants=(grant(1, [8, 9, 10, 11]),), chunks=(chunk(1, 12),))
+    third = launch(4, admits=(admit(2, PROMPT),), grants=(grant(2, [12, 13, 14, 15]),), chunks=(chunk(2, 12),))
+    # Nobody uses page 20, slot 1 had page 8 up to the step that was launched last.
+    launch(5, releases=(Release(slot=1, generation=1),), has_forward=False,
+           loads=(move([20], [5], op_id=1), move([8], [5], op_id=2)))  # fmt: skip
+    assert behind == [DONE, third.event] and not third.event.is_done
+    second.result(), third.result()
+    launch(6, admits=(admit(3, PROMPT),), grants=(grant(3, [21, 22, 23, 24]),), has_forward=False,
+           page_copies=(PageCopy(source_page=0, target_page=21, num_tokens=4),),
+           loads=(move([9], [5], op_id=3),))  # fmt: skip
+    launch(7, has_forward=False, loads=(move([25, 21], [5, 6], op_id=4),), releases=(Release(slot=3, generation=1),))
+    assert behind[2:] == [DONE, None]

@@ -412,6 +412,8 @@ class Metrics:
             "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored).",
             ["outcome"],
         )
+        for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped"):
+            self.kv_store_pages.labels(outcome)
         self.kv_store_bytes = make.counter(
             "radixmesh_kv_store_bytes_total",
             "worker",

@@ -31,7 +31,8 @@ class PagePool:
         self.num_page_violations = 0
         self._states: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
         self._counts = [num_pages] + [0] * (len(PageState) - 1)
-        # A stack: pages are taken from its end, so that a page just freed is used again first.
+        # A stack: pages are taken from its end, so that a page just freed is used again first. Those freed together are
+        # given out in ascending order: copies to and from the host move pages that follow each other as one.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
 
@@ -147,7 +148,7 @@ class PagePool:
 
     def _pop(self, num: int, transition: Transition) -> IntArray:
         """Takes pages off the free list and moves them; fewer than `num` if some turned out not to be free."""
-        pages = self._free[self._num_free - num : self._num_free].copy()
+        pages = self._free[self._num_free - num : self._num_free][::-1].copy()
         self._num_free -= num
         return self._move(pages, transition)
 
@@ -186,7 +187,7 @@ class PagePool:
         if self._num_free + len(pages) > self.num_pages:  # Only after a violation: the free list is stale.
             self._rebuild_free()
             return
-        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._free[self._num_free : self._num_free + len(pages)] = np.sort(pages)[::-1]
         self._num_free += len(pages)
 
     def _rebuild_free(self) -> None:

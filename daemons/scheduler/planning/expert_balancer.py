@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.group.shared_experts import SharedExperts
@@ -38,6 +38,7 @@ _LAYERS_A_CALL = 4
 # Seconds that a slice should take. Requests wait as long, far below the second that they may.
 _SLICE_S = 0.1
 _FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 26
+_ALIGNMENT = 512
 # Of the time, requests have this many times as much as moves.
 _PAUSE = 3.0
 # Intervals from one look to the next are at most 2 to the power of this.
@@ -127,6 +128,16 @@ class ExpertBalancer:
         loads_LR = _rank_loads(self._experts, self._loads_LE)
         return float(loads_LR.mean(axis=1).sum() / loads_LR.max(axis=1).sum())
 
+    def rows_by_rank(self, loads: IntArray) -> list[float]:
+        """Pairs of a row and an expert that each rank computes of such picks, as the placement divides them; empty: no
+        ranks share experts, or not so many."""
+        experts = self._experts
+        if experts is None or len(loads) != experts.num_layers * experts.num_experts:
+            return []
+        loads_LE = loads.reshape(experts.num_layers, -1).astype(np.float64)
+        rows: list[float] = _rank_loads(experts, loads_LE).sum(axis=0).tolist()
+        return rows
+
     def next_op(self, now: float, step_id: int) -> worker_pb2.BarrierOp | None:
         """The op of the next plan, which will be that step; None: a plan as ever."""
         if self._sent is not None or self._experts is None:
@@ -192,7 +203,10 @@ class ExpertBalancer:
         size = min(max(size, _LEAST_SLICE), _MOST_SLICE)
         whole = max(1, size // experts.expert_bytes)
         moves = change.moves[change.first_move : change.first_move + (1 if change.first_byte else whole)]
-        num_bytes = min(experts.expert_bytes - change.first_byte, max(1, size // len(moves)))
+        part = max(1, size // len(moves))
+        # Copies of bytes that are not aligned are slow.
+        part = part - part % _ALIGNMENT or part
+        num_bytes = min(experts.expert_bytes - change.first_byte, part)
         op = worker_pb2.MoveExperts(
             stage_id=change.stage_id,
             layer=change.layer,

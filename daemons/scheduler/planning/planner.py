@@ -39,6 +39,7 @@ from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
 from radixmesh.daemons.scheduler.queue.validation import check_submission
+from radixmesh.daemons.scheduler.results.expert_load import REPORT_STEPS
 from radixmesh.daemons.scheduler.results.joined_results import joined_in
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.result_reader import ResultReader
@@ -346,6 +347,9 @@ class Planner:
         self.flush.processed(result.step_id)
         if self.experts.is_on:
             self.experts.processed(result)
+        if len(result.expert_loads) and not result.expert_rows:
+            # Workers on GPUs count their picks, and not the rows that come: reading those would cost every step time.
+            self.counters.expert_load.add(self.experts.rows_by_rank(result.expert_loads), REPORT_STEPS)
         self.counters.processed(step, result)
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
         if step.num_tokens and device_us > 0:

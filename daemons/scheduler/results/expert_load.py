@@ -9,6 +9,8 @@ from radixmesh.daemons.scheduler.planning.expert_placement import balancedness
 
 # A step's weight halves about every 70 steps.
 _DECAY = 0.99
+REPORT_STEPS = 32
+"""Steps from one report of picks to the next, by workers that count no rows."""
 
 
 @dataclass(slots=True)
@@ -17,13 +19,14 @@ class ExpertLoad:
 
     rows: list[float] = field(default_factory=list)
 
-    def add(self, rows: Sequence[int]) -> None:
-        """Those of a step; a step without a forward has none."""
+    def add(self, rows: Sequence[float], num_steps: int = 1) -> None:
+        """Those of so many steps; a step without a forward has none."""
         if not rows:
             return
         if len(rows) != len(self.rows):
             self.rows = [0.0] * len(rows)
-        self.rows = [_DECAY * before + num for before, num in zip(self.rows, rows, strict=True)]
+        decay = _DECAY**num_steps
+        self.rows = [decay * before + num for before, num in zip(self.rows, rows, strict=True)]
 
     @property
     def balancedness(self) -> float:

@@ -24,6 +24,10 @@ class Experts(ABC):
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         """Adds the weighted sum of what each row's experts make of x to the residual in place."""
 
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        """The weights of one expert as they lie in memory, uint8 views: an expert is replaced by writing to them."""
+        raise AssertionError(f"{type(self).__name__} are not moved")
+
 
 class PlainExperts(Experts):
     """Weights in the dtype of the rows; gate's rows are the first F of an expert's gate_up."""
@@ -36,6 +40,11 @@ class PlainExperts(Experts):
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
+
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        weights = [self._w_gate_up_E2FD[slot], self._w_down_EDF[slot]]
+        biases = (self._variant.b_gate_up_E2F, self._variant.b_down_ED)
+        return [_bytes(w) for w in (*weights, *(bias[slot] for bias in biases if bias is not None))]
 
 
 class RowExperts:
@@ -75,3 +84,12 @@ class Fp8Experts(Experts):
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self._ops.add_experts(residual_TD, x_TD, routes, self._weights)
+
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        weights = self._weights
+        data = (weights.w_gate_up_E2FD, weights.gate_up_scales_E2HG, weights.w_down_EDF, weights.down_scales_EGH)
+        return [_bytes(w[slot]) for w in data]
+
+
+def _bytes(weights: torch.Tensor) -> torch.Tensor:
+    return weights.view(-1).view(torch.uint8)

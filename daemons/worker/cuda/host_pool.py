@@ -1,35 +1,36 @@
 """Host pages of a GPU worker: page-locked memory that copies on streams of their own read and write.
 
+How they copy: `page_copies.py`.
+
 compute:  steps ... step k | ........ step k + 1 (grants a page that is being saved) waits for ......
 save:                      +-- waits for step k -- save --event--------------------------------^
-load:                      +-- waits for step k, and for saves of its pages -- load --event--> told to the scheduler
+load:    waits for the last step that used its pages, and for saves of them -- load --event--> told to the scheduler
 """
 
 from __future__ import annotations
 
-import mmap
-import weakref
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
+from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
+from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, driver_call, fastest, ways_for
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
-from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
-# Of one registration, a multiple of the largest page of memory; and threads that register at a time.
-_LOCKED_WORDS = 1 << 28
-_LOCKING_THREADS = 8
+_log = get_logger(__name__)
+
+# Loaded at the start by each way, to see how fast it is.
+_PROBED_BYTES = 256 << 20
 
 
 class _Copy(NamedTuple):
@@ -61,20 +62,51 @@ class CudaHostPool(HostPool):
         self.page_bytes = 4 * page_words
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         rows = None if segment is None else segment.open(self.num_pages, self.page_bytes)
-        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows)
+        self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows, page_words)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
-        self.num_programs = NUM_PROGRAMS
-        # Compiles both kernels: no step waits for that.
+        # Kernels are compiled, where they copy: no step waits for that.
         page, first = np.array([spare_page], np.int32), np.zeros(1, np.int32)
         if segment is not None:
             segment.uncommit(first)
-        self.save(page, first)
-        self.load(first, page)
+        ways = self._ways(page_words, page, first)
+        self.copies = ways[0] if len(ways) == 1 else fastest(ways, [self._seconds(way, spare_page) for way in ways])
+
+    def _ways(self, page_words: int, page: IntArray, first: IntArray) -> list[PageCopies]:
+        """Ways that work. page: of the device, that keeps what it has; first: of the host, that is overwritten."""
+        pages_together, rest = divmod(self._memory.part_words, page_words)
+        try:
+            call = driver_call()
+        except OSError as error:
+            _log.warning("copy_engines_missing", error=repr(error))
+            call = None
+        ways = []
+        for way in ways_for(self._planes, self._words, 0 if rest else pages_together, call):
+            self.copies = way
+            try:
+                self.save(page, first)
+                self.load(first, page)
+            except RuntimeError as error:
+                _log.warning("copy_engines_refused", way=type(way).__name__, error=repr(error))
+                continue
+            ways.append(way)
+        return ways or [KernelCopies(self._planes, self._words)]
+
+    def _seconds(self, way: PageCopies, num_pages: int) -> float:
+        """Of a load; device pages hold nothing yet, and host pages are only read."""
+        num = min(num_pages, self.num_pages, max(1, _PROBED_BYTES // self.page_bytes))
+        pages, self.copies = np.arange(num, dtype=np.int32), way
+        self.load(pages, pages)
         self.wait()
+        start = time.perf_counter()
+        self.load(pages, pages)
+        self.wait()
+        seconds = time.perf_counter() - start
+        _log.info("host_kv_speed", way=type(way).__name__, gbps=round(num * self.page_bytes / seconds / 1e9, 1))
+        return seconds
 
     def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
         stream = self._save_stream
@@ -83,9 +115,12 @@ class CudaHostPool(HostPool):
             late.event.hold(stream)
         self._saves.append(self._copy(stream, device_pages, host_pages, to_host=True))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> CudaEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> CudaEvent:
         stream = self._load_stream
-        stream.wait_stream(self._device.stream)
+        if isinstance(behind, CudaEvent):
+            behind.hold(stream)
+        elif behind is not DONE:
+            stream.wait_stream(self._device.stream)
         if late := _last_with(self._saves, device_pages, host_pages):
             late.event.hold(stream)
         copy = self._copy(stream, device_pages, host_pages, to_host=False)
@@ -119,65 +154,8 @@ class CudaHostPool(HostPool):
 
     def _copy(self, stream: torch.cuda.Stream, device_pages: IntArray, host_pages: IntArray, *, to_host: bool) -> _Copy:
         with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
-            both = torch.from_numpy(np.stack([device_pages, host_pages])).pin_memory()
-            on_device, offset = both.to(self._device.torch_device, non_blocking=True), 0
-            for plane in self._planes:
-                copy_pages(
-                    plane,
-                    self._words,
-                    on_device[0],
-                    on_device[1],
-                    offset,
-                    to_host=to_host,
-                    num_programs=self.num_programs,
-                )
-                offset += plane.shape[0] * plane.shape[2]
+            self.copies.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
         return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
-
-
-class LockedMemory:
-    """int32 `words` [num] of host memory that the device reads and writes where it lies, until this object is gone.
-    device: threads are on the first one unless told otherwise, and would make a context there.
-
-    torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
-
-    rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed.
-    """
-
-    def __init__(self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None) -> None:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        locked: list[int] = []
-
-        def lock(start: int) -> None:
-            part = self.words[start : start + _LOCKED_WORDS]
-            if rows is None:
-                part.zero_()  # The kernel finds memory for it, which takes longest: on all threads at once.
-            with torch.cuda.device(device):
-                torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
-            locked.append(part.data_ptr())
-
-        try:
-            if rows is None:
-                memory = mmap.mmap(-1, 4 * num)
-                memory.madvise(mmap.MADV_HUGEPAGE)
-                self.words = torch.frombuffer(memory, dtype=torch.int32)
-            else:
-                self.words = torch.from_numpy(rows.reshape(-1).view(np.int32))
-            with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
-                list(pool.map(lock, range(0, num, _LOCKED_WORDS)))
-        except (MemoryError, OSError, RuntimeError) as error:
-            _unlock(locked, None)
-            message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
-        # Before the addresses may be another's: what is registered cannot be registered again.
-        weakref.finalize(self, _unlock, locked, self.words).atexit = False
-
-
-def _unlock(addresses: list[int], words: torch.Tensor | None) -> None:
-    """words: stay mapped until then."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for address in addresses:
-        runtime.cudaHostUnregister(address)
 
 
 def _last_with(copies: deque[_Copy], device_pages: IntArray | None, host_pages: IntArray | None) -> _Copy | None:

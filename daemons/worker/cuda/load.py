@@ -29,6 +29,7 @@ from radixmesh.daemons.worker.cuda.drafting.load import (
 )
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves, moving_bytes
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel, SharedOut
@@ -64,7 +65,8 @@ _PAGES_TO_COMPILE = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
-    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts."""
+    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts. staging_bytes: of
+    the GPU's memory that KV transfers will take."""
 
     dtype: str
     attention_backend: str
@@ -88,6 +90,8 @@ class DeviceSettings:
     max_drafts: int = 0
     tp_collectives: str = "auto"
     ep_transport: str = "auto"
+    staging_bytes: int = 0
+    two_batch_min_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,7 @@ def load_on_device(
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
         # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
+        two_batch_min_rows=0 if experts is None else settings.two_batch_min_rows,
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)
@@ -229,7 +234,7 @@ def load_on_device(
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
-        sizes = tuned_rows(graph_rows, settings.max_drafts)
+        sizes = tuned_rows(graph_rows, settings.max_drafts, limits.two_batch_min_rows)
         return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group, experts=experts))
 
     if compilers is not None and settings.kernels == "triton":
@@ -273,7 +278,7 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
         )
         device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
-        return DeviceRunner(
+        runner = DeviceRunner(
             loaded.device,
             device_model,
             pool,
@@ -286,6 +291,10 @@ def create_runner(loaded: ModelOnDevice, num_pages: int | None = None) -> Device
             group=loaded.kernels.group,
             experts=None if loaded.experts is None else loaded.experts.dispatch,
         )
+    if loaded.experts is not None:
+        layers, dispatch = device_model.shared_experts(), loaded.experts.dispatch
+        runner.expert_moves = DeviceExpertMoves(layers, dispatch, loaded.device, model.read_experts)
+    return runner
 
 
 def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
@@ -303,8 +312,10 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
+        * (2 if limits.two_batch_min_rows else 1)
         + network_work_bytes(loaded.network, settings, limits.max_total_len)
-        + _dispatch_bytes(loaded),
+        + _dispatch_bytes(loaded)
+        + settings.staging_bytes,
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)
@@ -314,7 +325,8 @@ def _dispatch_bytes(loaded: ModelOnDevice) -> int:
     shared, model = loaded.experts, loaded.model
     if shared is None:
         return 0
-    return shared.dispatch.buffer_bytes(shared.placed.slots_per_rank(model.num_experts), model.hidden_size)
+    num_slots = shared.placed.slots_per_rank(model.num_experts)
+    return shared.dispatch.buffer_bytes(num_slots, model.hidden_size) + moving_bytes(num_slots, model.expert_bytes())
 
 
 def _check_rows(settings: DeviceSettings) -> None:

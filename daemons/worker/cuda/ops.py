@@ -19,6 +19,7 @@ from radixmesh.kernels.mla_rows import (
     mla_rows,
     mla_rows_reference,
 )
+from radixmesh.kernels.moe.choose_slots import TokenRows, choose_slots, choose_slots_reference
 from radixmesh.kernels.moe.experts_config import default_config
 from radixmesh.kernels.moe.grouped_gemm import (
     SWIGLU,
@@ -116,6 +117,12 @@ class Ops(ABC):
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
         """The experts that rows pick, and their weights; the bias counts for the choice alone."""
         return route_reference(logits_TE, rule, bias_E)
+
+    def choose_slots(
+        self, routes: Routes, table: torch.Tensor, picks_E: torch.Tensor, rank: int, tokens: TokenRows | None
+    ) -> Routes:
+        """Routes to slots of the experts, whose picks are counted."""
+        return Routes(choose_slots_reference(routes.expert_ids_TA, table, picks_E, rank, tokens), routes.weights_TA)
 
     def add_experts(
         self,
@@ -239,6 +246,11 @@ class TritonOps(Ops):
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
         return route(logits_TE, rule, bias_E, use_pdl=self._use_pdl)
+
+    def choose_slots(
+        self, routes: Routes, table: torch.Tensor, picks_E: torch.Tensor, rank: int, tokens: TokenRows | None
+    ) -> Routes:
+        return Routes(choose_slots(routes.expert_ids_TA, table, picks_E, rank, tokens), routes.weights_TA)
 
     def add_experts(
         self,

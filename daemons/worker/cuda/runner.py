@@ -28,11 +28,14 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
+from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
-from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
+from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
@@ -66,7 +69,7 @@ _WARM_UP_DECODES = 100
 # Flags that decide to how many rows a step is padded.
 _STEP_FLAGS = (
     "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs, "
-    "--tp-collectives and --ep-transport"
+    "--tp-collectives, --ep-transport and --two-batch-min-rows"
 )
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -78,13 +81,15 @@ NetworkCreator = Callable[[SlotState], DeviceNetwork]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows, prompt_rows: sizes of
-    the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is."""
+    the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is.
+    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do."""
 
     num_slots: int
     max_tokens_per_step: int
     max_total_len: int
     graph_rows: tuple[int, ...]
     prompt_rows: tuple[int, ...] = ()
+    two_batch_min_rows: int = 0
 
 
 class DeviceRunner(ModelRunner):
@@ -176,13 +181,22 @@ class DeviceRunner(ModelRunner):
                 graph_rows=limits.graph_rows,
                 use_pdl=use_pdl,
                 experts=experts,
+                second=self._second_half(create_attention, limits.two_batch_min_rows),
             )
             vectors = PromptVectors(device, model, embed_pooling)
             self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
             self._clock = DeviceClock(device.record_event())
+        if isinstance(device, CudaDevice) and pool.copies_by_address:
+            memory = CudaPeerMemory("transfer_transport", "KV goes through the host's memory")
+            self.kv_device = PoolDevice(device, pool, memory, self._received)
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
         self._chains: SlotChains | None = None
+
+    def _second_half(self, create_attention: AttentionCreator, min_rows: int) -> SecondHalf | None:
+        if not min_rows or self._experts is None:
+            return None
+        return SecondHalf(create_attention(self.slots.page_tables), min_rows)
 
     def verify(
         self,
@@ -247,6 +261,8 @@ class DeviceRunner(ModelRunner):
                 link.form()
         if any(link.is_captured_anew for link in links):
             self.warm_up(is_compiled=True)
+        if isinstance(self.expert_moves, DeviceExpertMoves):
+            self.expert_moves.forget_picks()
 
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         experts = self._experts
@@ -403,8 +419,12 @@ class DeviceRunner(ModelRunner):
         with self.device.in_order():
             tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device), part)
-            if self._network is not None:
-                self._network.received(tokens)
+            self._received(tokens)
+
+    def _received(self, tokens: torch.Tensor) -> None:
+        """KV of these tokens came from elsewhere: a network has not seen it."""
+        if self._network is not None:
+            self._network.received(tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -468,6 +488,8 @@ class DeviceRunner(ModelRunner):
         are asked for."""
         num_rows, is_guided = len(slots), self.masks.is_guided(slots)
         check_experts = None if self._experts is None else self._experts.launched(self.device)
+        moves = self.expert_moves
+        loads = moves.launched() if isinstance(moves, DeviceExpertMoves) else None
 
         def collect() -> StepOutput:
             end.wait()
@@ -486,6 +508,7 @@ class DeviceRunner(ModelRunner):
                 logprobs={row: of for row, of in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0},
                 start_ns=start_ns,
                 end_ns=end_ns,
+                expert_loads=None if loads is None else loads(),
             )
 
         return StepHandle(end, collect, fetched.tokens if is_guided else None)

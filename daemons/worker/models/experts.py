@@ -154,6 +154,17 @@ class RoutedExperts:
         out_TD[:num_rows] = self._group.all_reduce(all_ND)
         return out_TD
 
+    @property
+    def expert_bytes(self) -> int:
+        return self.weights.expert_bytes
+
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        return self.weights.bytes_of(slot)
+
+    def place(self, experts_S: torch.Tensor) -> None:
+        """Other experts are at the slots of all ranks, from the next step on. int64 on the host."""
+        self.slots = self.slots.replaced(experts_S, self._dispatch.size)
+
     def row_probes(self) -> tuple[RowProbe, ...]:
         """Probes of all that `compute` gives to `RowTiles.map`, for `Model.row_probes`."""
         weight = self._weights.w_down_EFD

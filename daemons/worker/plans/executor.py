@@ -8,6 +8,7 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -36,7 +37,7 @@ from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
 from radixmesh.daemons.worker.plans.written import Written
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
-from radixmesh.daemons.worker.step_handle import DONE, StepHandle
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent, StepHandle
 
 
 class StepExecutor:
@@ -169,8 +170,9 @@ class StepExecutor:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        followed = None
         if running.tokens is not None:
-            self._guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self._guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -181,7 +183,7 @@ class StepExecutor:
             return StepHandle.of(builder.build_forward(batch, output))
         is_asynchronous = self.runner.is_asynchronous
         written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
-        settle = partial(self._settle, plan.step_id, running, batch, written, builder)
+        settle = partial(self._settle, plan.step_id, running, batch, written, builder, followed)
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
@@ -238,6 +240,8 @@ class StepExecutor:
         if self.host is not None and plan.saves:
             self.host.save(plan.saves, records, self.weights_version)
         for release in plan.releases:
+            if self.host is not None:
+                self.host.used(table.pages(release.slot), plan.step_id - 1)
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
                 self._guides.released(release.slot)
@@ -254,13 +258,20 @@ class StepExecutor:
         if plan.grants:
             self._grant(plan.grants)
         if self.host is not None and plan.loads:
-            self.host.load(plan.loads, records, self.weights_version)
+            self.host.load(plan.loads, records, self.weights_version, self._event_of)
         for copy in plan.page_copies:
+            if self.host is not None:
+                self.host.written_beside(as_ints([copy.source_page, copy.target_page]))
             self.runner.copy_page(copy.source_page, copy.target_page, copy.num_tokens)
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
         if plan.decode_set is not None:
             table.decode_set = plan.decode_set
         return spent_ns
+
+    def _event_of(self, step_id: int) -> DeviceEvent:
+        """Behind all that a step does on the device."""
+        step = self._launched.get(step_id)
+        return DONE if step is None else step.event
 
     def _guide_of(self, admit: Admit) -> Guide | None:
         """The guide of a request with a grammar; where there can be none, its slot has failed."""
@@ -324,14 +335,18 @@ class StepExecutor:
         batch: ForwardBatch,
         written: Written,
         builder: ResultBuilder,
+        followed: threading.Lock | None,
     ) -> StepResult:
-        """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
+        """Tokens and records take in what the step computed; those of slots and pages that moved on do not. followed:
+        of a step with masks behind it, as of `SlotGuides.launched`.
 
         Steps settle in the order of their launches.
         """
         assert next(iter(self._launched)) == step_id, "steps settle in the order of their launches"
         del self._launched[step_id]
         output = running.result()
+        if followed is not None:
+            self._guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])

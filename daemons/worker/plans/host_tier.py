@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ _log = get_logger(__name__)
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT
 _POLL_S = 0.001
+_BESIDE_STEPS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ class HostTier:
         self._loading: list[_Load] = []
         self._loaded: list[int] = []
         self._last_op = 0
+        # Of each device page, the last step by which slots that held it have left, 0 = none of this epoch.
+        self._last_steps = np.zeros(limits.num_pages, np.int64)
 
     @property
     def event(self) -> DeviceEvent:
@@ -128,15 +131,34 @@ class HostTier:
         if self.store is not None:
             self.store.saved(moves)
 
-    def load(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
-        """Starts copies from the host; the device pages are granted."""
+    def used(self, pages: IntArray, step_id: int) -> None:
+        """A slot leaves device pages that steps up to this one may use."""
+        self._last_steps[pages] = np.maximum(self._last_steps[pages], step_id)
+
+    def written_beside(self, pages: IntArray) -> None:
+        """Something other than a step writes to device pages, or reads them, behind all that was launched. Loads to
+        them wait for everything from now on."""
+        self.pool.overwritten(pages)
+        self._last_steps[pages] = _BESIDE_STEPS
+
+    def load(
+        self,
+        moves: Sequence[PageMove],
+        device: PageRecordTable,
+        weights_version: int,
+        event_of: Callable[[int], DeviceEvent],
+    ) -> None:
+        """Starts copies from the host; the device pages are granted. event_of: a step that was launched, by its id."""
         all_ids = [self.records.ids[move.host_pages] for move in moves]
         _chain(moves, self.records, device, weights_version, to_host=False)
         for move, ids in zip(moves, all_ids, strict=True):
+            # Waiting for steps that do not use the pages would take as long as the steps.
+            last_step = int(self._last_steps[move.device_pages].max())
+            behind = None if last_step == _BESIDE_STEPS else event_of(last_step)
             self._loading.append(
                 _Load(
                     op_id=move.op_id,
-                    event=self.pool.load(move.host_pages, move.device_pages),
+                    event=self.pool.load(move.host_pages, move.device_pages, behind),
                     device_pages=move.device_pages.copy(),
                     host_pages=move.host_pages.copy(),
                     generations=device.generations[move.device_pages],
@@ -200,6 +222,7 @@ class HostTier:
         self.finish(device)
         self._loaded.clear()
         self._last_op = 0
+        self._last_steps[self._last_steps != _BESIDE_STEPS] = 0
 
     def flush(self) -> None:
         """Empties all host pages; no copy runs."""
@@ -227,6 +250,7 @@ class HostTier:
         self._loading.clear()
         self._loaded.clear()
         self._last_op = 0
+        self._last_steps[self._last_steps != _BESIDE_STEPS] = 0
         self.records.reset()
         if self.store is not None:
             self.store.reset()

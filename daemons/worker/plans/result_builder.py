@@ -70,8 +70,9 @@ class ResultBuilder:
             vectors=_vectors(batch, output),
         )
         if output.expert_rows is not None:
-            loads = empty_ints() if output.expert_loads is None else output.expert_loads
-            result = replace(result, expert_rows=(output.expert_rows,), expert_loads=loads)
+            result = replace(result, expert_rows=(output.expert_rows,))
+        if output.expert_loads is not None:
+            result = replace(result, expert_loads=output.expert_loads)
         result = _with_drafts(_with_reasons(result, late_indexes(batch, output)), batch, output)
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 
@@ -83,6 +84,7 @@ class ResultBuilder:
             and (output.counts is None or bool((output.counts == 1).all()))
             and output.num_drafts is None
             and output.expert_rows is None
+            and output.expert_loads is None
         )
 
     def _result(

@@ -45,7 +45,7 @@ class SimulatedHostPool(HostPool):
         self._finish_saves(host_pages=host_pages)
         self._saves.append((device_pages.copy(), host_pages.copy()))
 
-    def load(self, host_pages: IntArray, device_pages: IntArray) -> DeviceEvent:
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> DeviceEvent:
         self._finish_saves(host_pages=host_pages)
         self.overwritten(device_pages)
         self.device[device_pages] = self._poison

@@ -10,7 +10,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,16 +37,30 @@ class BufferShape(NamedTuple):
         return self.slots_per_rank * self.num_ranks
 
 
+Receive = Callable[[], None]
+"""Launches the kernel that waits for what others send."""
+
+
 class LowLatencyBuffer(Protocol):
     """Registered memory of one generation of a group, and the kernels over it. Two dispatches may be under way."""
 
-    def dispatch(self, x_TD: torch.Tensor, slots_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
-        """bf16 [P, X, D], int32 [P] rows that are there, and what combine() needs. slots: int64 on all ranks."""
+    def dispatch(
+        self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
+        """bf16 [P, X, D], int32 [P] rows that are there, and what combine() needs. slots: int64 on all ranks. is_split:
+        all is there when the last of the results was called alone, which is to be before the next call of either kind;
+        otherwise that does nothing."""
         ...
 
     def combine(
-        self, results_PXD: torch.Tensor, slots_TA: torch.Tensor, weights_TA: torch.Tensor, handle: object
-    ) -> torch.Tensor:
+        self,
+        results_PXD: torch.Tensor,
+        slots_TA: torch.Tensor,
+        weights_TA: torch.Tensor,
+        handle: object,
+        *,
+        is_split: bool,
+    ) -> tuple[torch.Tensor, Receive]:
         """bf16 [T, D]: weighted sums of the picks of the rows that were dispatched."""
         ...
 
@@ -91,6 +105,8 @@ class BufferDispatch(DeviceDispatch):
         self._name, self._open, self._size_hint, self._normal = name, open_buffer, size_hint, normal
         self._shape: BufferShape | None = None
         self._buffer: LowLatencyBuffer | None = None
+        self._receive: Receive | None = None
+        """Of the call before, which has not received yet."""
 
     @property
     def kind(self) -> str:
@@ -117,6 +133,7 @@ class BufferDispatch(DeviceDispatch):
     def form(self) -> None:
         self._normal.form()
         assert self._shape is not None, "no layer has experts"
+        self._receive = None
         self._buffer = self._open(self._shape)
 
     def leave(self) -> None:
@@ -141,25 +158,77 @@ class BufferDispatch(DeviceDispatch):
 
         return check
 
-    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+    def exchange(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self._normal.exchange(x, to_ranks, from_ranks)
+
+    def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         buffer = self._buffer
         if buffer is None or not self.room:
             self._normal.room = self.room
-            return self._normal.dispatch(x_TD, routes, num_held)
-        slots_TA = routes.expert_ids_TA.long()
-        x_PXD, counts_P, handle = buffer.dispatch(x_TD.contiguous(), slots_TA)
+            return self._normal.start_dispatch(x_TD, routes, num_held)
+        slots_TA, x_TD = routes.expert_ids_TA.long(), x_TD.contiguous()
+        self._received()
+        x_PXD, counts_P, handle, receive = buffer.dispatch(x_TD, slots_TA, is_split=self.is_cut)
+        received = self._under_way(receive)
+
+        def came() -> Came:
+            received()
+            sent = _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape)
+            return self._came(x_PXD, counts_P, num_held, sent)
+
+        return came
+
+    def _came(self, x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, sent: _Sent) -> Came:
         num_slots, num_rows, _ = x_PXD.shape
-        is_there_PX = torch.arange(num_rows, device=x_TD.device) < counts_P[:, None]
-        held_PX = torch.arange(num_slots, device=x_TD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
+        is_there_PX = torch.arange(num_rows, device=x_PXD.device) < counts_P[:, None]
+        held_PX = torch.arange(num_slots, device=x_PXD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
         picked_R1 = torch.where(is_there_PX, held_PX, num_held).int().view(-1, 1)
         own = Routes(picked_R1, is_there_PX.float().view(-1, 1))
-        return Came(x_PXD.flatten(0, 1), own, _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape))
+        return Came(x_PXD.flatten(0, 1), own, sent)
 
-    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
         sent = came.route
         if not isinstance(sent, _Sent):
-            self._normal.combine(came, results_RD, residual_TD)
-            return
+            return self._normal.start_combine(came, results_RD)
         assert self._buffer is not None
+        self._received()
         results_PXD = results_RD.view(sent.shape)
-        residual_TD += self._buffer.combine(results_PXD, sent.slots_TA, sent.weights_TA, sent.handle)
+        combined_TD, receive = self._buffer.combine(
+            results_PXD, sent.slots_TA, sent.weights_TA, sent.handle, is_split=self.is_cut
+        )
+        received = self._under_way(receive)
+
+        def add_to(residual_TD: torch.Tensor) -> None:
+            received()
+            residual_TD += combined_TD
+
+        return add_to
+
+    def _under_way(self, receive: Receive) -> Receive:
+        """The same, for whoever comes first: the next call, or who needs what comes."""
+        self._receive = receive
+
+        def received() -> None:
+            if self._receive is receive:
+                self._received()
+
+        return received
+
+    def _received(self) -> None:
+        """The library has two regions, and each call cleans the one of the call before, which so has to be over."""
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+
+
+def receiver(hook: Receive | None, *kept: torch.Tensor) -> Receive:
+    """A library's hook, or, of a call that has received already, nothing. kept: tensors of the call, which the kernel
+    that receives may read again: nobody else gets their memory before."""
+    waiting = [(hook, kept)]
+
+    def receive() -> None:
+        call, _ = waiting.pop()
+        if call is not None:
+            call()
+
+    return receive

@@ -15,7 +15,7 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape, Receive, receiver
 from radixmesh.daemons.worker.group_member import RankLost
 
 # Handles and ids that ranks tell each other are some hundred bytes.
@@ -73,18 +73,28 @@ class DeepEpBuffer:
         # Nobody sends before all have cleaned theirs.
         ranks.stack(torch.zeros(1))
 
-    def dispatch(self, x_TD: torch.Tensor, slots_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
+    def dispatch(
+        self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
         shape = self._shape
-        x_PXD, counts_P, handle, _, _ = self._buffer.low_latency_dispatch(
-            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False
+        x_PXD, counts_P, handle, _, hook = self._buffer.low_latency_dispatch(
+            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
         )
-        return x_PXD, counts_P, handle
+        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, slots_TA)
 
     def combine(
-        self, results_PXD: torch.Tensor, slots_TA: torch.Tensor, weights_TA: torch.Tensor, handle: object
-    ) -> torch.Tensor:
-        combined_TD: torch.Tensor = self._buffer.low_latency_combine(results_PXD, slots_TA, weights_TA, handle)[0]
-        return combined_TD
+        self,
+        results_PXD: torch.Tensor,
+        slots_TA: torch.Tensor,
+        weights_TA: torch.Tensor,
+        handle: object,
+        *,
+        is_split: bool,
+    ) -> tuple[torch.Tensor, Receive]:
+        combined_TD, _, hook = self._buffer.low_latency_combine(
+            results_PXD, slots_TA, weights_TA, handle, return_recv_hook=is_split
+        )
+        return combined_TD, receiver(hook if is_split else None, results_PXD, slots_TA, weights_TA)
 
     def masked(self) -> torch.Tensor | None:
         self._buffer.low_latency_query_mask_buffer(self._mask_N)

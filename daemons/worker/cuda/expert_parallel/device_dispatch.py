@@ -14,7 +14,7 @@ slots of experts on all ranks, P of them on each.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ import torch
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.experts import Experts
-from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
+from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
 from radixmesh.kernels.moe.route import Routes
 
 
@@ -42,7 +43,8 @@ class DeviceDispatch(ABC):
 
     room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
     may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
-    generation needs graphs of its own.
+    generation needs graphs of its own. is_cut: two halves of a step take turns, so that rows of both may be under
+    way at a time. tokens: which rows of the next forward are no padding; None: all.
     """
 
     can_capture: bool = True
@@ -55,6 +57,8 @@ class DeviceDispatch(ABC):
         self.rank, self.size = ranks.rank, ranks.size
         self.max_room = max_room
         self.room = 0
+        self.is_cut = False
+        self.tokens: TokenRows | None = None
 
     @property
     @abstractmethod
@@ -90,20 +94,27 @@ class DeviceDispatch(ABC):
         return self.check
 
     @abstractmethod
-    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
-        """Sends rows to the ranks of the slots that `routes` name, of num_held slots each; what came here."""
+    def exchange(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        """Rows of anything between two steps, as Communicator.all_to_all, on the current stream. The ranks have met."""
 
     @abstractmethod
-    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        """Adds what the ranks have made of the rows that dispatch() was given, in the order of the ranks, in place.
+    def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
+        """Sends rows to the ranks of the slots that `routes` name, of num_held slots each. The result, called once, has
+        the stream wait for what comes here: until then rows travel beside what the stream is given."""
 
-        results: the weighted sum over the picks of each row that came, or, where a dispatch says weights are 1, what
-        its expert made of it.
-        """
+    @abstractmethod
+    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Sends back what was made of rows that came: the weighted sum over the picks of each, or, where a dispatch
+        says weights are 1, what its expert made of it. The result, called once, has the stream wait, and adds what the
+        ranks have made of the rows of start_dispatch() to these, in the order of the ranks, in place."""
 
 
 class DispatchedExperts(Experts):
-    """Experts of a layer of which this rank has some: `local`, at its slots."""
+    """Experts of a layer of which this rank has some: `local`, at its slots.
+
+    slots: of all ranks. picks_E: int32 on the device, how often tokens of this rank have picked each expert. The table
+    of slots lies on the device, and is written in place: graphs that read it stay as they are when experts move.
+    """
 
     def __init__(
         self,
@@ -112,29 +123,47 @@ class DispatchedExperts(Experts):
         placed: ExpertDispatch,
         num_experts: int,
         norm_D: torch.Tensor,
-        gemm: GemmBackend,
+        ops: Ops,
     ) -> None:
         """placed: which rank holds which experts when weights are loaded. norm_D: of the rows, for their size and
         dtype."""
-        self._local, self._dispatch, self._gemm = local, dispatch, gemm
-        slots = placed.first_slots(num_experts)
-        self._num_held = slots.per_rank
-        slot_of_E = torch.empty(num_experts, dtype=torch.int32)
-        is_filled_S = slots.experts_S >= 0
-        slot_of_E[slots.experts_S[is_filled_S]] = is_filled_S.nonzero().flatten().int()
-        is_identity = bool((slot_of_E == torch.arange(num_experts)).all())
-        self._slot_of_E = None if is_identity else slot_of_E.to(norm_D.device)
-        dispatch.bind(slots.per_rank, len(norm_D), norm_D.dtype)
+        self._local, self._dispatch, self._ops = local, dispatch, ops
+        self.slots = placed.first_slots(num_experts)
+        self._num_held = self.slots.per_rank
+        self._table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
+        self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
+        dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype)
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        if self._slot_of_E is not None:
-            # Ids are anything while kernels are compiled and not run.
-            ids_P = routes.expert_ids_TA.flatten().clamp(0, len(self._slot_of_E) - 1)
-            ids_TA = self._slot_of_E.index_select(0, ids_P).view_as(routes.expert_ids_TA)
-            routes = Routes(ids_TA, routes.weights_TA)
-        came = self._dispatch.dispatch(x_TD, routes, self._num_held)
+        self.compute(self.send(x_TD, routes)())(residual_TD)
+
+    def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
+        """Begins; as DeviceDispatch.start_dispatch."""
+        dispatch = self._dispatch
+        routes = self._ops.choose_slots(routes, self._table, self.picks_E, dispatch.rank, dispatch.tokens)
+        return dispatch.start_dispatch(x_TD, routes, self._num_held)
+
+    def compute(self, came: Came) -> Callable[[torch.Tensor], None]:
+        """Goes on; as DeviceDispatch.start_combine."""
         results_RD = torch.zeros_like(came.x_RD)
         if len(results_RD):
             self._local.add_to(results_RD, came.x_RD, came.routes)
-        self._dispatch.combine(came, results_RD, residual_TD)
-        self._gemm.changed()
+        add = self._dispatch.start_combine(came, results_RD)
+
+        def add_to(residual_TD: torch.Tensor) -> None:
+            add(residual_TD)
+            self._ops.gemm.changed()
+
+        return add_to
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(part.numel() for part in self.bytes_of(0))
+
+    def bytes_of(self, slot: int) -> list[torch.Tensor]:
+        return self._local.bytes_of(slot)
+
+    def place(self, experts_S: torch.Tensor) -> None:
+        """Other experts are at the slots of all ranks, from the next step on. int64 on the host."""
+        self.slots = self.slots.replaced(experts_S, self._dispatch.size)
+        self._table.copy_(slot_table(experts_S, self.slots.num_experts))

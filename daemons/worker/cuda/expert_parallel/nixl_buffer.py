@@ -17,7 +17,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape, Receive, receiver
 from radixmesh.daemons.worker.group_member import RankLost
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class NixlBuffer:
     def __init__(self, module: ModuleType, ranks: RankGroup, shape: BufferShape, device: torch.device) -> None:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
+        self._id_dtype: torch.dtype = getattr(module, "topk_idx_t", torch.int64)
+        """Its kernels were compiled for ids of this one."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
             self._buffer = module.Buffer(
@@ -75,18 +77,29 @@ class NixlBuffer:
         # Nobody sends before all are connected.
         ranks.stack(torch.zeros(1))
 
-    def dispatch(self, x_TD: torch.Tensor, slots_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
-        shape = self._shape
-        x_PXD, counts_P, handle, _, _ = self._buffer.low_latency_dispatch(
-            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False
+    def dispatch(
+        self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
+        shape, ids_TA = self._shape, slots_TA.to(self._id_dtype)
+        x_PXD, counts_P, handle, _, hook = self._buffer.low_latency_dispatch(
+            x_TD, ids_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
         )
-        return x_PXD, counts_P, handle
+        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, ids_TA)
 
     def combine(
-        self, results_PXD: torch.Tensor, slots_TA: torch.Tensor, weights_TA: torch.Tensor, handle: object
-    ) -> torch.Tensor:
-        combined_TD: torch.Tensor = self._buffer.low_latency_combine(results_PXD, slots_TA, weights_TA, handle)[0]
-        return combined_TD
+        self,
+        results_PXD: torch.Tensor,
+        slots_TA: torch.Tensor,
+        weights_TA: torch.Tensor,
+        handle: object,
+        *,
+        is_split: bool,
+    ) -> tuple[torch.Tensor, Receive]:
+        ids_TA = slots_TA.to(self._id_dtype)
+        combined_TD, _, hook = self._buffer.low_latency_combine(
+            results_PXD, ids_TA, weights_TA, handle, return_recv_hook=is_split
+        )
+        return combined_TD, receiver(hook if is_split else None, results_PXD, ids_TA, weights_TA)
 
     def masked(self) -> torch.Tensor | None:
         self._buffer.query_mask_buffer(self._mask_N)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,13 +30,22 @@ class Wire(ABC):
         return
 
     @abstractmethod
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[ranks, *x.shape]: every rank's x, of one shape, in their order."""
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """[ranks, *x.shape]: every rank's x, of one shape, in their order. Called once, the result has the stream wait:
+        until then the collective runs beside what the stream is given. Several may be under way."""
 
     @abstractmethod
-    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         """[sum(from_ranks), *x.shape[1:]]: to_ranks[i] rows of x go to rank i, in their order; as many as from_ranks[i]
-        come from it."""
+        come from it. As start_gather()."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.start_gather(x)()
+
+    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self.start_all_to_all(x, to_ranks, from_ranks)()
 
     def _alone(self, x: torch.Tensor) -> torch.Tensor:
         """The result of gather() for a rank that is alone."""
@@ -66,13 +75,18 @@ class HostWire(Wire):
     def form(self) -> None:
         self._is_formed = True
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.stack(x.cpu()).to(x.device) if self._is_formed else self._alone(x)
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        gathered = self.ranks.stack(x.cpu()).to(x.device) if self._is_formed else self._alone(x)
+        return lambda: gathered
 
-    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         if not self._is_formed:
-            return self._own_alone(x, to_ranks, from_ranks)
-        return self.ranks.all_to_all(x.cpu(), to_ranks, from_ranks).to(x.device)
+            alone = self._own_alone(x, to_ranks, from_ranks)
+            return lambda: alone
+        came = self.ranks.start_all_to_all(x.cpu(), to_ranks, from_ranks)
+        return lambda: came().to(x.device)
 
 
 class NcclWire(Wire):
@@ -91,10 +105,16 @@ class NcclWire(Wire):
     def leave(self) -> None:
         self._nccl.leave()
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._nccl.gather(x) if self._nccl.is_formed else self._alone(x)
-
-    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         if not self._nccl.is_formed:
-            return self._own_alone(x, to_ranks, from_ranks)
-        return self._nccl.all_to_all(x, to_ranks, from_ranks)
+            alone = self._alone(x)
+            return lambda: alone
+        return self._nccl.start_gather(x)
+
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        if not self._nccl.is_formed:
+            alone = self._own_alone(x, to_ranks, from_ranks)
+            return lambda: alone
+        return self._nccl.start_all_to_all(x, to_ranks, from_ranks)

@@ -10,7 +10,7 @@ of a row with its picks and their weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,34 +56,30 @@ class WireDispatch(DeviceDispatch):
         self._is_formed = False
         self._wire.leave()
 
-    def dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+    def exchange(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        return self._wire.all_to_all(x, to_ranks, from_ranks)
+
+    def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         return self._to_all(x_TD, routes, num_held) if self.room else self._to_some(x_TD, routes, num_held)
 
-    def combine(self, came: Came, results_RD: torch.Tensor, residual_TD: torch.Tensor) -> None:
-        sum_TD = residual_TD.float()
-        if isinstance(came.route, _ToAll):
-            counts = [came.route.room] * self.size
-            parts_NCD = self._wire.all_to_all(results_RD, counts, counts).view(self.size, came.route.room, -1)
-            for part_CD in parts_NCD:
-                sum_TD += part_CD[: len(sum_TD)]
-        else:
-            route = came.route
-            assert isinstance(route, _ToSome)
-            back_XD, first = self._wire.all_to_all(results_RD, route.from_ranks, route.to_ranks), 0
-            for rows in route.rows_by_rank:
-                # A row is there once at most: the order of additions is that of the ranks.
-                sum_TD[rows] += back_XD[first : first + len(rows)].float()
-                first += len(rows)
-        residual_TD.copy_(sum_TD)
+    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        route = came.route
+        if isinstance(route, _ToAll):
+            counts = [route.room] * self.size
+            back = self._wire.start_all_to_all(results_RD, counts, counts)
+            return lambda residual_TD: _add_of_all(back().view(self.size, route.room, -1), residual_TD)
+        assert isinstance(route, _ToSome)
+        back = self._wire.start_all_to_all(results_RD, route.from_ranks, route.to_ranks)
+        return lambda residual_TD: _add_of_some(back(), route, residual_TD)
 
-    def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+    def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         num_rows, room = len(x_TD), self.room
         assert num_rows <= room, f"{num_rows} rows in a forward at low latency with room for {room}"
         packed_CB = _pack(x_TD, routes, room)
-        came_RB = self._wire.gather(packed_CB).flatten(0, 1)
-        return self._came(came_RB, x_TD, routes, num_held, _ToAll(room))
+        gathered = self._wire.start_gather(packed_CB)
+        return lambda: self._came(gathered().flatten(0, 1), x_TD, routes, num_held, _ToAll(room))
 
-    def _to_some(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Came:
+    def _to_some(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         ranks_TA = routes.expert_ids_TA // num_held
         rows_by_rank = [(ranks_TA == rank).any(dim=1).nonzero().flatten() for rank in range(self.size)]
         if not self._is_formed:
@@ -97,8 +93,8 @@ class WireDispatch(DeviceDispatch):
             # Collectives that were aborted leave any numbers there.
             self.ranks.check()
         packed_XB = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
-        came_RB = self._wire.all_to_all(packed_XB, to_ranks, from_ranks)
-        return self._came(came_RB, x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))
+        came = self._wire.start_all_to_all(packed_XB, to_ranks, from_ranks)
+        return lambda: self._came(came(), x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))
 
     def _came(
         self, came_RB: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_held: int, route: _ToAll | _ToSome
@@ -112,6 +108,22 @@ class WireDispatch(DeviceDispatch):
             torch.where(is_own_RA, slots_RA, num_held).int(), torch.where(is_own_RA, weights_RA, 0.0).contiguous()
         )
         return Came(_column(came_RB, 0, x_bytes, x_TD.dtype), own, route)
+
+
+def _add_of_all(parts_NCD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    sum_TD = residual_TD.float()
+    for part_CD in parts_NCD:
+        sum_TD += part_CD[: len(sum_TD)]
+    residual_TD.copy_(sum_TD)
+
+
+def _add_of_some(back_XD: torch.Tensor, route: _ToSome, residual_TD: torch.Tensor) -> None:
+    sum_TD, first = residual_TD.float(), 0
+    for rows in route.rows_by_rank:
+        # A row is there once at most: the order of additions is that of the ranks.
+        sum_TD[rows] += back_XD[first : first + len(rows)].float()
+        first += len(rows)
+    residual_TD.copy_(sum_TD)
 
 
 def _pack(x_TD: torch.Tensor, routes: Routes, num_rows: int) -> torch.Tensor:

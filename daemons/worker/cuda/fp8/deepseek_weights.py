@@ -5,6 +5,7 @@ The expansions of latents stay in the model's dtype: absorbed attention multipli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,13 @@ from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
 from radixmesh.daemons.worker.checkpoint.quantization import Fp8Form
 from radixmesh.daemons.worker.cuda.fp8.expert_weights import ExpertMaker, ExpertMatrices, PlainExpertWeights
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix, MatrixMaker
-from radixmesh.daemons.worker.cuda.weights.source import WeightSource
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.cuda.weights.source import FolderSource, WeightSource
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, ExpertShare
+from radixmesh.daemons.worker.expert_moves import Wanted
 from radixmesh.daemons.worker.models.deepseek.checkpoint import layer_prefix
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, MlpWeights
+from radixmesh.daemons.worker.models.expert_checkpoint import placed_expert_slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,38 @@ def load_deepseek(
         )
     layers = tuple(_load_layer(config, index, targets, matrices, maker) for index in range(config.num_layers))
     return QuantizedDeepseek(form=Fp8Form.BLOCK, layers=layers)
+
+
+def refill_experts(
+    config: DeepseekConfig,
+    quantized: QuantizedDeepseek,
+    targets: TensorTargets,
+    source: FolderSource,
+    wanted: Sequence[Wanted],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_online: bool,
+) -> None:
+    """Fills slots with experts of the source. Raises MeshError BAD_CHECKPOINT."""
+    assert config.router is not None
+    routed = [index for index in range(config.num_layers) if config.is_moe(index)]
+    for layer, slot, expert in wanted:
+        prefix = f"{layer_prefix(routed[layer])}mlp.experts"
+        made, share = quantized.layers[routed[layer]].experts, ExpertShare(expert, expert + 1)
+        assert made is not None
+        slices = dict(placed_expert_slices(prefix, share, config.router.num_experts))
+        maker = ExpertMaker(
+            source=source.cut_to(slices),
+            share=share,
+            num_slots=1,
+            hidden=config.hidden_size,
+            mlp=config.expert_mlp_size,
+            dtype=dtype,
+            device=device,
+            is_online=is_online,
+        )
+        maker.refill(made, slot, prefix, is_fused=f"{prefix}.gate_up_proj" in targets.tensors)
 
 
 def _load_layer(

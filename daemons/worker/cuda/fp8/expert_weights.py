@@ -5,7 +5,7 @@ Legend: E experts, D hidden size, F mlp size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,14 @@ class PlainExpertWeights:
     w_gate_up_E2FD: torch.Tensor
     w_down_EDF: torch.Tensor
 
+    @property
+    def expert_bytes(self) -> int:
+        return self.w_gate_up_E2FD[0].nbytes + self.w_down_EDF[0].nbytes
+
 
 ExpertMatrices = QuantizedExperts | PlainExpertWeights
+_Projection = tuple[str, int, str, StoredWeight]
+"""Name, slot and projection of a weight, in any order that files may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,7 @@ class ExpertMaker:
 
         Raises MeshError BAD_CHECKPOINT, also where some of a layer's experts are FP8 and others are not.
         """
-        weights = self._fused(prefix) if is_fused else self._single(prefix)
+        weights = self._weights(prefix, is_fused=is_fused)
         first = next(weights)
         is_stored_fp8 = first[3].scales is not None
         if is_stored_fp8 or self.is_online:
@@ -61,14 +67,25 @@ class ExpertMaker:
                 torch.empty(self.num_slots, 2 * self.mlp, self.hidden, dtype=self.dtype, device=self.device),
                 torch.empty(self.num_slots, self.hidden, self.mlp, dtype=self.dtype, device=self.device),
             )
-        for name, expert, projection, stored in (first, *weights):
+        self._put(made, (first, *weights), is_stored_fp8=is_stored_fp8)
+        return made
+
+    def refill(self, made: ExpertMatrices, slot: int, prefix: str, *, is_fused: bool) -> None:
+        """Puts the experts of `share` into slots from that one on. Raises MeshError BAD_CHECKPOINT."""
+        weights = [
+            (name, slot + index, projection, stored)
+            for name, index, projection, stored in self._weights(prefix, is_fused=is_fused)
+        ]
+        self._put(made, weights, is_stored_fp8=weights[0][3].scales is not None)
+
+    def _put(self, made: ExpertMatrices, weights: Iterable[_Projection], *, is_stored_fp8: bool) -> None:
+        for name, expert, projection, stored in weights:
             if (stored.scales is not None) is not is_stored_fp8:
                 raise _mixed(name, is_stored_fp8=is_stored_fp8)
             if isinstance(made, QuantizedExperts):
                 self._put_quantized(made, expert, projection, stored)
             else:
                 _plain(made, expert, projection).copy_(stored.data)
-        return made
 
     def _put_quantized(self, made: QuantizedExperts, expert: int, projection: str, stored: StoredWeight) -> None:
         of = {"gate_proj": made.gate, "up_proj": made.up, "down_proj": made.down}[projection](expert)
@@ -81,14 +98,16 @@ class ExpertMaker:
         of.data_NK.view(torch.uint8).copy_(data_NK.view(torch.uint8))
         of.scales.copy_(scales)
 
-    def _single(self, prefix: str) -> Iterator[tuple[str, int, str, StoredWeight]]:
-        """Name, slot and projection of each weight, in any order that files may have."""
+    def _weights(self, prefix: str, *, is_fused: bool) -> Iterator[_Projection]:
+        return self._fused(prefix) if is_fused else self._single(prefix)
+
+    def _single(self, prefix: str) -> Iterator[_Projection]:
         for slot, expert in enumerate(range(self.share.start, self.share.stop)):
             for projection in _PROJECTIONS:
                 name = f"{prefix}.{expert}.{projection}.weight"
                 yield name, slot, projection, self.source.take(name)
 
-    def _fused(self, prefix: str) -> Iterator[tuple[str, int, str, StoredWeight]]:
+    def _fused(self, prefix: str) -> Iterator[_Projection]:
         name = f"{prefix}.gate_up_proj"
         for expert, gate_up in enumerate(self.source.take(name).data):
             yield name, expert, "gate_proj", StoredWeight(gate_up[: self.mlp], None)

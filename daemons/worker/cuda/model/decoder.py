@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
@@ -44,6 +45,7 @@ from radixmesh.daemons.worker.cuda.model.general import (
     needs_general_attention,
     needs_general_mlp,
 )
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, head_order, reorder, reordered, row_order
 from radixmesh.daemons.worker.cuda.model.routed_mlp import (
@@ -51,6 +53,7 @@ from radixmesh.daemons.worker.cuda.model.routed_mlp import (
     SharedExpert,
     missing_of_experts,
     rule_of,
+    shared_out,
     variant_of,
 )
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
@@ -158,6 +161,10 @@ class LoadedDecoder(LoadedModel):
             self.dtype.itemsize
         )
 
+    def expert_bytes(self) -> int:
+        mlps = (layer.mlp for layer in self.weights.layers)
+        return next((mlp.experts.expert_bytes for mlp in mlps if isinstance(mlp, RoutedWeights)), 0)
+
     def position_bytes(self) -> int:
         # cos and sin of half a head each, float32.
         return 4 * self.config.head_dim * len(self.ropes)
@@ -182,6 +189,7 @@ class DeviceDecoder(DeviceModel):
         if self._vocabulary is not None:
             self.embedding_VD = ids_as_embedding(config.vocab_size, device)
         self.kernels = kernels
+        self._shared = kernels.experts
         self._config = config
         self._positions_PD = weights.positions_PD
         # Rounded as the embedding is, which transformers does.
@@ -208,11 +216,9 @@ class DeviceDecoder(DeviceModel):
     ) -> torch.Tensor:
         if self._vocabulary is not None:
             x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
-        if self._embedding_scale != 1.0:
-            x_TD *= self._embedding_scale
-        if self._positions_PD is not None:
-            x_TD += functional.embedding(target.positions_T, self._positions_PD)
-        residual = Residual(x_TD)
+        if self._shared is not None:
+            self._shared.next_rows(target)
+        residual = self._begin(x_TD, target)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention, hidden)
         for index, layer in enumerate(self.parts):
@@ -220,6 +226,22 @@ class DeviceDecoder(DeviceModel):
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
         return residual.rows()
+
+    def stages(self, half: HalfBatch) -> Stages:
+        assert self._vocabulary is None and self._shared is not None and not self._config.is_parallel
+        residual = self._begin(half.x_TD, half.target)
+        for layer in self.parts:
+            layer.attention.run(residual, half.target, half.attention)
+            yield from layer.mlp.stages(residual)
+        return residual.rows()
+
+    def _begin(self, x_TD: torch.Tensor, target: KvTarget) -> Residual:
+        """The residual ahead of the first layer; changes x."""
+        if self._embedding_scale != 1.0:
+            x_TD *= self._embedding_scale
+        if self._positions_PD is not None:
+            x_TD += functional.embedding(target.positions_T, self._positions_PD)
+        return Residual(x_TD)
 
     def _parallel_layers(
         self, residual: Residual, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None
@@ -246,6 +268,9 @@ class DeviceDecoder(DeviceModel):
         if config.logit_softcap is not None:
             logits_TV.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
         return logits_TV
+
+    def shared_experts(self) -> tuple[DispatchedExperts, ...]:
+        return shared_out(layer.mlp for layer in self.parts)
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return self._final_norm(hidden_TD).float()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import RowExperts
 from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices, QuantizedDeepseek
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
@@ -29,9 +30,10 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     ids_as_embedding,
     share_out,
 )
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
-from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert
+from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, shared_out
 from radixmesh.daemons.worker.models.deepseek.attention import INNER_EPS
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, RouterConfig, TopkMethod
 from radixmesh.daemons.worker.models.deepseek.model import PLANE, DeepseekModel
@@ -110,6 +112,10 @@ class LoadedDeepseek(LoadedModel):
         picks = config.router.num_picks * (config.expert_mlp_size + config.hidden_size)
         return (picks + 4 * config.hidden_size) * self.dtype.itemsize
 
+    def expert_bytes(self) -> int:
+        experts = next((matrices.experts for matrices in self.matrices if matrices.experts is not None), None)
+        return 0 if experts is None else experts.expert_bytes
+
     def position_bytes(self) -> int:
         return 4 * self.config.rope_dim
 
@@ -133,6 +139,7 @@ class DeviceDeepseek(DeviceModel):
         if self._vocabulary is not None:
             self.embedding_VD = ids_as_embedding(config.vocab_size, device)
         self._ops = kernels.plain
+        self._shared = kernels.experts
         self._final_norm = Norm(weights.final_norm_D, config.norm_eps)
         self._head = PlainLinear(kernels.plain, weights.head_DV.t())
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
@@ -152,6 +159,8 @@ class DeviceDeepseek(DeviceModel):
     ) -> torch.Tensor:
         if self._vocabulary is not None:
             x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
+        if self._shared is not None:
+            self._shared.next_rows(target)
         residual = Residual(x_TD)
         for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
@@ -159,9 +168,20 @@ class DeviceDeepseek(DeviceModel):
             note_hidden(hidden, index, residual)
         return residual.rows()
 
+    def stages(self, half: HalfBatch) -> Stages:
+        assert self._vocabulary is None and self._shared is not None
+        residual = Residual(half.x_TD)
+        for layer in self.parts:
+            layer.attention.run(residual, half.target, half.attention)
+            yield from layer.mlp.stages(residual)
+        return residual.rows()
+
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         logits_TW = self._head.normed(Residual(hidden_TD), self._final_norm).out_TN
         return logits_TW if self._vocabulary is None else self._vocabulary.gather(logits_TW)
+
+    def shared_experts(self) -> tuple[DispatchedExperts, ...]:
+        return shared_out(layer.mlp for layer in self.parts)
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         assert self._final_norm.weight_D is not None

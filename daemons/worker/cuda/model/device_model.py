@@ -24,14 +24,17 @@ from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.expert_moves import ReadExperts
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
+from radixmesh.kernels.moe.choose_slots import TokenRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.rope_kv import KvTarget
 
@@ -52,6 +55,10 @@ class SharedOut:
 
     dispatch: DeviceDispatch
     placed: ExpertDispatch
+
+    def next_rows(self, target: KvTarget) -> None:
+        """Says which rows the next forward has: those of the last slot are padding."""
+        self.dispatch.tokens = TokenRows(target.row_slots_T, len(target.page_tables) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,8 @@ class LoadedModel(ABC):
     """Those of this rank; None: it has all."""
     num_experts: int = 0
     """Routed ones of a layer that has any, on all ranks."""
+    read_experts: ReadExperts | None = None
+    """Fills slots of shared experts from the checkpoint; None: weights are random, or no ranks share any."""
     latent_rank: int | None = None
     """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 
@@ -109,6 +118,10 @@ class LoadedModel(ABC):
 
     def expert_row_bytes(self) -> int:
         """Memory of one row on its way through its experts alone: that of rows of other ranks. Default: none."""
+        return 0
+
+    def expert_bytes(self) -> int:
+        """Of the weights of one routed expert. Default: there are none."""
         return 0
 
     @abstractmethod
@@ -146,6 +159,10 @@ class DeviceModel(ABC):
         """Writes the KV of all rows; [T, D] after the last layer, before the final norm. May overwrite x, the rows'
         embeddings. hidden: takes the outputs of layers, of a model that shows them; None: nobody wants any."""
 
+    def stages(self, half: HalfBatch) -> Stages:
+        """As `layers`, in pieces: yields while rows are under way to the ranks that share the experts."""
+        raise AssertionError(f"{type(self).__name__} has no experts to share")
+
     @abstractmethod
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, V] of rows of `layers`' result, in the model's dtype."""
@@ -153,6 +170,10 @@ class DeviceModel(ABC):
     @abstractmethod
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """float32 [T, D]: rows of `layers`' result after the final norm."""
+
+    def shared_experts(self) -> tuple[DispatchedExperts, ...]:
+        """The experts of each layer that has routed ones, which are divided among ranks. Default: none are."""
+        return ()
 
     def scores(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """float32 [T]: the score of a prompt by its last token, for rows of `layers`' result."""
@@ -197,4 +218,4 @@ def share_out(kernels: Kernels, local: Experts, num_experts: int, norm_D: torch.
     shared = kernels.experts
     if shared is None:
         return local
-    return DispatchedExperts(local, shared.dispatch, shared.placed, num_experts, norm_D, kernels.plain.gemm)
+    return DispatchedExperts(local, shared.dispatch, shared.placed, num_experts, norm_D, kernels.plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,11 @@ class Mlp(ABC):
     @abstractmethod
     def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
         """Adds what it makes of rows to the residual: of the residual's own, or of `source_TD`."""
+
+    def stages(self, residual: Residual) -> Iterator[None]:
+        """As run(), in pieces: yields while rows are under way to other ranks. Default: in one."""
+        self.run(residual)
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

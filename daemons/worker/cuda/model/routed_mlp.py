@@ -5,10 +5,12 @@ Legend: T rows, D hidden size, E experts. Weights are [out, in].
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DispatchedExperts
 from radixmesh.daemons.worker.cuda.experts import Experts, RowExperts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
@@ -59,17 +61,34 @@ class RoutedMlp(Mlp):
         if self.row_experts is not None and len(rows_TD) <= ops.max_fused_rows:
             self._run_rows(self.row_experts, rows_TD)
             return
-        normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
-        if self.b_logits_E is not None:
-            logits_TE += self.b_logits_E
-        routes = ops.route(logits_TE, self.rule, self.b_router_E)
+        normed_TD, routes = self._routed(rows_TD)
         if self.group is not None:
             self._add_reduced(self.group, rows_TD, normed_TD, routes)
             return
         if self.shared is not None:
             self._add_shared(self.shared, residual, normed_TD)
         self.experts.add_to(rows_TD, normed_TD, routes)
+
+    def stages(self, residual: Residual) -> Iterator[None]:
+        assert isinstance(self.experts, DispatchedExperts) and self.group is None, "no rows travel"
+        rows_TD = residual.rows()
+        normed_TD, routes = self._routed(rows_TD)
+        came = self.experts.send(normed_TD, routes)
+        if self.shared is not None:
+            self._add_shared(self.shared, residual, normed_TD)
+        yield
+        add_to = self.experts.compute(came())
+        yield
+        add_to(rows_TD)
+
+    def _routed(self, rows_TD: torch.Tensor) -> tuple[torch.Tensor, Routes]:
+        """Normed rows, and where they go."""
+        ops = self.ops
+        normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
+        if self.b_logits_E is not None:
+            logits_TE += self.b_logits_E
+        return normed_TD, ops.route(logits_TE, self.rule, self.b_router_E)
 
     def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
         """All that this rank has a part of is summed at once."""
@@ -105,6 +124,12 @@ class RoutedMlp(Mlp):
         result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
         rows_TD = residual.rows()
         rows_TD += result_TD
+
+
+def shared_out(mlps: Iterable[Mlp]) -> tuple[DispatchedExperts, ...]:
+    """The experts of these layers that are divided among ranks."""
+    experts = (mlp.experts for mlp in mlps if isinstance(mlp, RoutedMlp))
+    return tuple(of_layer for of_layer in experts if isinstance(of_layer, DispatchedExperts))
 
 
 def rule_of(experts: ExpertsConfig) -> RouterRule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -73,25 +73,41 @@ class NcclRanks:
         """Adds the others' x to x in place."""
         self._group.allreduce([x]).wait()  # type: ignore[attr-defined]
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[ranks, *x.shape]: every rank's x."""
+    def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """[ranks, *x.shape]: every rank's x. It travels beside what the current stream is given next; the stream waits
+        for it when the result is called for, which is to be done once."""
         x = x.contiguous()
         gathered = x.new_empty(self._ranks.size, *x.shape)
-        self._group._allgather_base(gathered.view(-1), x.view(-1)).wait()  # type: ignore[attr-defined]
-        return gathered
+        return _waited(self._group._allgather_base(gathered.view(-1), x.view(-1)), gathered, x)  # type: ignore[attr-defined]
 
-    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
-        """As Communicator.all_to_all."""
+    def start_all_to_all(
+        self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """As Communicator.start_all_to_all; see start_gather()."""
         x = x.contiguous()
         came = x.new_empty(sum(from_ranks), *x.shape[1:])
         options = dist.AllToAllOptions()
-        self._group.alltoall_base(came, x, list(from_ranks), list(to_ranks), options).wait()  # type: ignore[attr-defined]
-        return came
+        return _waited(self._group.alltoall_base(came, x, list(from_ranks), list(to_ranks), options), came, x)  # type: ignore[attr-defined]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.start_gather(x)()
 
     @property
     def _group(self) -> dist.ProcessGroupNCCL:
         assert self._process_group is not None, "the ranks have not met"
         return self._process_group
+
+
+def _waited(work: dist.Work, result: torch.Tensor, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
+    # The input has to stay until then: the stream of the collective does not keep its memory.
+    kept = [sent]
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        kept.clear()
+        return result
+
+    return wait
 
 
 def _watch(communicator: GlooCommunicator, group: dist.ProcessGroupNCCL) -> None:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
+from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, rows_of, take_turns
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
@@ -22,6 +23,7 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.kernels.moe.choose_slots import TokenRows
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
 
@@ -38,10 +40,18 @@ class _Layout(NamedTuple):
     is_greedy: bool
 
 
+class SecondHalf(NamedTuple):
+    """Steps with room for at least min_rows rows of a rank run as two halves. attention: of the second one."""
+
+    attention: DeviceAttention
+    min_rows: int
+
+
 class DecodeSteps:
     """graph_rows: sizes of the steps that are captured, ascending; others are launched kernel by kernel. use_pdl: the
     first and the last kernels may begin before those ahead of them have ended (Hopper). experts: carries rows to the
-    ranks that share the experts: all of them run steps that are captured for the same room, or none does."""
+    ranks that share the experts: all of them run steps that are captured for the same room, or none does. second: for
+    steps that run as two halves; None: none does."""
 
     def __init__(
         self,
@@ -56,6 +66,7 @@ class DecodeSteps:
         graph_rows: tuple[int, ...],
         use_pdl: bool,
         experts: DeviceDispatch | None = None,
+        second: SecondHalf | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -65,7 +76,7 @@ class DecodeSteps:
         self._tokens = tokens
         self._page_size = page_size
         self._use_pdl = use_pdl
-        self._experts = experts
+        self._experts, self._second = experts, second
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
         self.graphs = DecodeGraphs(device, graph_rows)
         self._before: _Layout | None = None
@@ -78,7 +89,7 @@ class DecodeSteps:
             if self._experts is not None:
                 self._experts.room = num_rows
             stage = partial(self._stage, rows, num_rows)
-            for variant in self._attention.variants(num_rows):
+            for variant in ("",) if self._is_cut() else self._attention.variants(num_rows):
                 self.graphs.capture(num_rows, variant, partial(self._compute, sampler, num_rows, variant), stage)
 
     def launch_all(self, sampler: SlotSampler) -> None:
@@ -96,8 +107,11 @@ class DecodeSteps:
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
         if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
             bucket = self.graphs.bucket(num_rows) if experts is None else self.graphs.of_size(experts.room)
-            step = host_step(rows, (), bucket or max(num_rows, 1), num_admissions)
-            variant, is_greedy = self._attention.plan(step), sampler.is_done_greedily(rows.slots)
+            is_cut = self._is_cut()
+            # Halves are as long on all ranks.
+            least = experts.room if experts is not None and is_cut else 1
+            step = host_step(rows, (), bucket or max(num_rows, least), num_admissions)
+            variant, is_greedy = "" if is_cut else self._attention.plan(step), sampler.is_done_greedily(rows.slots)
             self._before = before = _Layout(step.num_rows, variant, bucket is not None, is_greedy)
         num_padded, variant = before.num_rows, before.variant
         self._stage(rows, num_padded)
@@ -144,10 +158,41 @@ class DecodeSteps:
             self._model.embedding_VD,
             use_pdl=self._use_pdl,
         )
-        attention = self._attention.begin(views.attention(tables), variant)
-        target = KvTarget(views.positions, views.slots, tables, self._page_size)
-        logits_TV = self._model.logits(self._model.layers(x_TD, target, attention))
+        if self._is_cut():
+            hidden_TD = self._in_halves(x_TD, views.attention(tables))
+        else:
+            attention = self._attention.begin(views.attention(tables), variant)
+            target = KvTarget(views.positions, views.slots, tables, self._page_size)
+            hidden_TD = self._model.layers(x_TD, target, attention)
+        logits_TV = self._model.logits(hidden_TD)
         # The token of a row is at the position that follows its KV.
         to = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
         sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
+
+    def _is_cut(self) -> bool:
+        """True if the next step runs as two halves: the same on all ranks, which have agreed on its room."""
+        experts, second = self._experts, self._second
+        return experts is not None and second is not None and experts.room >= max(2, second.min_rows)
+
+    def _in_halves(self, x_TD: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        """As the model's layers."""
+        experts, second, num_rows = self._experts, self._second, len(x_TD)
+        assert experts is not None and second is not None and num_rows == experts.room, (num_rows, experts)
+        cut = -(-num_rows // 2)
+        parts = [(0, cut, self._attention), (cut, num_rows, second.attention)]
+        halves, tokens = [], []
+        for start, end, attention in parts:
+            half = rows_of(step, start, end)
+            target = KvTarget(half.row_positions, half.row_slots, half.page_tables, self._page_size)
+            halves.append(HalfBatch(x_TD[start:end], target, attention.begin(half, "")))
+            tokens.append(TokenRows(half.row_slots, self._slots.dummy_slot))
+
+        def begin_turn(index: int) -> None:
+            experts.room, experts.tokens = len(halves[index].x_TD), tokens[index]
+
+        experts.is_cut = True
+        try:
+            return torch.cat(take_turns([self._model.stages(half) for half in halves], begin_turn))
+        finally:
+            experts.room, experts.is_cut = num_rows, False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,17 +19,19 @@ from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tenso
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
-from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import QuantizedDeepseek, load_deepseek
+from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import QuantizedDeepseek, load_deepseek, refill_experts
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
+from radixmesh.daemons.worker.expert_moves import ReadExperts, Wanted
 from radixmesh.daemons.worker.models.decoder.config import RouterKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
-from radixmesh.daemons.worker.models.model import Model, Placement
+from radixmesh.daemons.worker.models.expert_checkpoint import read_experts
+from radixmesh.daemons.worker.models.model import BuiltModel, Model, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
 
@@ -77,6 +80,7 @@ def load_model(
         placement = replace(placement, has_projections=False)
     is_dummy = load_format == "dummy"
     quantized: QuantizedLayers | QuantizedDeepseek | None = None
+    targets = None
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
         check_model(architecture, built.model, form=form, attention=attention)
@@ -84,16 +88,19 @@ def load_model(
             check_shared_out(architecture, built.model)
         if form is not None:
             targets = _layout(folder, built.targets, is_dummy=is_dummy)
-            with _source(folder, targets, stored, placement.device, is_dummy=is_dummy) as source:
+            skew = _router_skew(config) if is_dummy else None
+            with _source(folder, targets, stored, placement.device, skew) as source:
                 is_online = is_dummy or stored is None
                 quantized = _load_quantized(built.model, targets, source, form, placement, is_online)
                 num_bytes = source.num_bytes
         elif is_dummy:
-            num_bytes = fill_randomly(built.targets)
+            num_bytes = fill_randomly(built.targets, _router_skew(config))
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
         loaded = _loaded(built.model, quantized, is_share=placement.group.size > 1)
         loaded.kv_heads = built.kv_heads
+        if placement.experts.size > 1 and not is_dummy:
+            loaded.read_experts = _expert_reader(folder, built, quantized, targets, stored, placement)
     if placement.device.type == "cuda":
         # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
@@ -177,6 +184,35 @@ def _load_quantized(
     return load_layers(model.config, targets, source, form, dtype=dtype, device=device, is_online=is_online)
 
 
+def _expert_reader(
+    folder: Path,
+    built: BuiltModel,
+    quantized: QuantizedLayers | QuantizedDeepseek | None,
+    targets: TensorTargets | None,
+    stored: CheckpointQuantization | None,
+    placement: Placement,
+) -> ReadExperts:
+    """Fills slots of this rank with experts of the folder, in the form in which the others are."""
+    if quantized is None:
+        return partial(read_experts, folder, stored, built.expert_sources)
+    model = built.model
+    assert isinstance(model, DeepseekModel) and isinstance(quantized, QuantizedDeepseek) and targets is not None
+    dtype, device = placement.dtype, placement.device
+
+    def read(wanted: Sequence[Wanted]) -> None:
+        with torch.inference_mode(), folder_source(folder, targets, stored) as source:
+            refill_experts(
+                model.config, quantized, targets, source, wanted, dtype=dtype, device=device, is_online=stored is None
+            )
+
+    return read
+
+
+def _router_skew(config: ConfigReader) -> float:
+    """Of random weights: no model's own config has it."""
+    return config.number("dummy_router_skew", 0.0, can_be_zero=True)
+
+
 def _layout(folder: Path, targets: TensorTargets, *, is_dummy: bool) -> TensorTargets:
     """The names that the source has tensors under."""
     return targets.in_layout_of(() if is_dummy else index_tensors(folder))
@@ -188,11 +224,11 @@ def _source(
     targets: TensorTargets,
     stored: CheckpointQuantization | None,
     device: torch.device,
-    *,
-    is_dummy: bool,
+    router_skew: float | None,
 ) -> Iterator[WeightSource]:
-    if is_dummy:
-        yield RandomSource(targets, device)
+    """router_skew: of random weights; None: they are the folder's."""
+    if router_skew is not None:
+        yield RandomSource(targets, device, router_skew)
         return
     with folder_source(folder, targets, stored) as source:
         yield source

@@ -53,6 +53,10 @@ class FolderSource(WeightSource):
     def num_bytes(self) -> int:  # type: ignore[override]
         return self._reader.num_bytes
 
+    def cut_to(self, slices: Mapping[str, TensorSlice]) -> FolderSource:
+        """The same folder, of which other parts of some tensors are taken."""
+        return FolderSource(self._reader, self._scaled, {**self._slices, **slices})
+
     def take(self, name: str) -> StoredWeight:
         cut = self._slices.get(name)
         scales = self._scaled.read_scales(self._reader, name, cut) if name in self._scaled else None
@@ -62,8 +66,8 @@ class FolderSource(WeightSource):
 class RandomSource(WeightSource):
     """The numbers that `fill_randomly` puts into the same targets, and no others."""
 
-    def __init__(self, targets: TensorTargets, device: torch.device) -> None:
-        self._targets = targets
+    def __init__(self, targets: TensorTargets, device: torch.device, router_skew: float = 0.0) -> None:
+        self._targets, self._router_skew = targets, router_skew
         self._device = device
         self._seeds: dict[str, int] = {}
         self.num_bytes = 0
@@ -74,7 +78,7 @@ class RandomSource(WeightSource):
     def take(self, name: str) -> StoredWeight:
         target = self._targets.tensors[name]
         tensor = torch.empty(target.shape, dtype=target.dtype, device=self._device)
-        make_random(name, tensor, self._seeds[name])
+        make_random(name, tensor, self._seeds[name], self._router_skew)
         return StoredWeight(tensor, None)
 
 
@@ -91,18 +95,26 @@ def folder_source(
         yield FolderSource(reader, scaled, targets.slices)
 
 
-def make_random(name: str, tensor: torch.Tensor, seed: int) -> None:
-    """Fills a tensor of that name in a checkpoint: ones where it is a norm's weight."""
+def make_random(name: str, tensor: torch.Tensor, seed: int, router_skew: float = 0.0) -> None:
+    """Fills a tensor of that name in a checkpoint: ones where it is a norm's weight.
+
+    router_skew: the logits of expert e of E are multiplied by exp(router_skew x (1 / 2 - e / E)), so that the first
+    ones are picked more often than the last ones; 0: all are alike.
+    """
     if tensor.dim() == 1 and "norm" in name:
         tensor.fill_(1.0)
     else:
         tensor.normal_(0.0, 0.02, generator=torch.Generator(tensor.device).manual_seed(seed))
+    if router_skew and tensor.dim() == 2 and name.endswith(".gate.weight"):
+        experts_E = torch.arange(len(tensor), device=tensor.device) / len(tensor)
+        tensor.mul_(torch.exp(router_skew * (0.5 - experts_E))[:, None].to(tensor.dtype))
 
 
-def fill_randomly(targets: TensorTargets) -> int:
-    """Weights of the right shape and no meaning, the same ones every time: for measuring speed. Returns their bytes."""
+def fill_randomly(targets: TensorTargets, router_skew: float = 0.0) -> int:
+    """Weights of the right shape and no meaning, the same ones every time: for measuring speed. Returns their bytes.
+    router_skew: as of make_random()."""
     num_bytes = 0
     for name, tensor in targets.tensors.items():
-        make_random(name, tensor, num_bytes)
+        make_random(name, tensor, num_bytes, router_skew)
         num_bytes += tensor.nbytes
     return num_bytes

@@ -1,0 +1,214 @@
+"""Ways of copying KV pages between the device and page-locked host memory.
+
+device   plane [layers, pages, row]                      a row: the part of a page in one layer and plane
+host     [pages, plane after plane, layer after layer]   a page in one piece
+
+EngineCopies   2D copies by the GPU's copy engines, which take nothing of the SMs; for long rows
+StagedCopies   a kernel gathers pages in a buffer of the device, engines copy that; for short rows
+KernelCopies   a kernel of few programs reads and writes the host's memory where it lies; needs no driver call
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
+
+MIN_ROW_BYTES = 8192
+"""Rows from here on are copied by engines without a buffer."""
+_STAGE_BYTES = 32 << 20
+_STAGE_PROGRAMS = 264
+_MUCH_FASTER = 1.2
+_MAX_PITCH = (1 << 31) - 1
+_HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+# Fields of the driver's CUDA_MEMCPY2D, 8 bytes each: (type, host address, device address, pitch) of source and target.
+_NUM_FIELDS, _SOURCE, _TARGET, _WIDTH, _HEIGHT = 16, (2, 3, 4, 6), (9, 10, 11, 13), 14, 15
+
+Addresses = npt.NDArray[np.int64]
+CopyCall = Callable[[int, int], None]
+"""Starts a copy: address of a CUDA_MEMCPY2D, which is read in the call, and the stream. Raises RuntimeError."""
+
+
+class PageCopies(ABC):
+    """planes: int32 [layers, pages, words], contiguous, on the device. words: int32 [host pages, words of a page],
+    contiguous, page-locked: plane after plane."""
+
+    def __init__(self, planes: Sequence[torch.Tensor], words: torch.Tensor) -> None:
+        assert words.is_contiguous() and all(plane.is_contiguous() for plane in planes), "rows lie at fixed distances"
+        self._planes, self._words = planes, words
+        self._page_bytes = 4 * words.shape[1]
+
+    @abstractmethod
+    def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
+        """Copies pages, int32 [n] of either side, distinct where they are written to, on the current stream, whose
+        handle is `stream`. Raises RuntimeError."""
+
+    def _copy_plane_by_plane(
+        self, pages: torch.Tensor, memory: torch.Tensor, memory_pages: torch.Tensor, num_programs: int, *, to_host: bool
+    ) -> None:
+        offset = 0
+        for plane in self._planes:
+            copy_pages(plane, memory, pages, memory_pages, offset, to_host=to_host, num_programs=num_programs)
+            offset += plane.shape[0] * plane.shape[2]
+
+
+class EngineCopies(PageCopies):
+    """Pages that follow each other on both sides go as one copy of each layer and plane, a page by itself as one of
+    each plane. pages_together: host pages that are locked as one: no copy goes from one such part to the next."""
+
+    def __init__(
+        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall
+    ) -> None:
+        super().__init__(planes, words)
+        self._call, self._pages_together = call, pages_together
+
+    def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
+        order = np.argsort(device_pages, kind="stable")
+        device, host = device_pages[order].astype(np.int64), host_pages[order].astype(np.int64)
+        starts, lengths = _runs(host, self._pages_together, np.diff(device) != 1)
+        offset = self._words.data_ptr()
+        for plane in self._planes:
+            num_layers, num_pages, num_words = plane.shape
+            row, layers = 4 * num_words, np.arange(num_layers, dtype=np.int64)
+            is_long = lengths >= num_layers
+            runs = starts[is_long]
+            # A copy of each layer, a row of it a page.
+            on_device = plane.data_ptr() + row * (device[runs][:, None] + num_pages * layers)
+            on_host = offset + self._page_bytes * host[runs][:, None] + row * layers
+            sizes = row, np.repeat(lengths[is_long], num_layers)
+            copies = _copies((on_device, row), (on_host, self._page_bytes), sizes, to_host=to_host)
+            _start(copies, self._call, stream)
+            # A copy of each page, a row of it a layer.
+            pages = np.flatnonzero(np.repeat(~is_long, lengths))
+            on_device, on_host = plane.data_ptr() + row * device[pages], offset + self._page_bytes * host[pages]
+            copies = _copies((on_device, row * num_pages), (on_host, row), (row, num_layers), to_host=to_host)
+            _start(copies, self._call, stream)
+            offset += row * num_layers
+
+
+class StagedCopies(PageCopies):
+    """Host pages that follow each other are one copy. There is a buffer for each direction: calls of one are on one
+    stream. pages_together: as of EngineCopies."""
+
+    def __init__(
+        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall
+    ) -> None:
+        super().__init__(planes, words)
+        self._call, self._pages_together = call, pages_together
+        self._num_staged = min(len(words), max(1, _STAGE_BYTES // self._page_bytes))
+        shape = self._num_staged, words.shape[1]
+        self._stages = tuple(torch.empty(shape, dtype=torch.int32, device=planes[0].device) for _ in range(2))
+
+    def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
+        order = np.argsort(host_pages, kind="stable")
+        host, stage = host_pages[order].astype(np.int64), self._stages[to_host]
+        places = np.arange(len(order), dtype=np.int32) % self._num_staged
+        pages = _sent(np.stack([device_pages[order], places]), stage.device)
+        for start in range(0, len(order), self._num_staged):
+            part = slice(start, start + self._num_staged)
+            firsts, lengths = _runs(host[part], self._pages_together)
+            on_device = stage.data_ptr() + self._page_bytes * firsts
+            on_host = self._words.data_ptr() + self._page_bytes * host[part][firsts]
+            width = self._page_bytes * lengths
+            copies = _copies((on_device, width), (on_host, width), (width, 1), to_host=to_host)
+            if to_host:
+                self._copy_plane_by_plane(pages[0, part], stage, pages[1, part], _STAGE_PROGRAMS, to_host=True)
+                _start(copies, self._call, stream)
+            else:
+                _start(copies, self._call, stream)
+                self._copy_plane_by_plane(pages[0, part], stage, pages[1, part], _STAGE_PROGRAMS, to_host=False)
+
+
+class KernelCopies(PageCopies):
+    """num_programs: of the kernel, each on an SM that steps lack meanwhile."""
+
+    def __init__(self, planes: Sequence[torch.Tensor], words: torch.Tensor, num_programs: int = NUM_PROGRAMS) -> None:
+        super().__init__(planes, words)
+        self._num_programs = num_programs
+
+    def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
+        pages = _sent(np.stack([device_pages, host_pages]), self._planes[0].device)
+        self._copy_plane_by_plane(pages[0], self._words, pages[1], self._num_programs, to_host=to_host)
+
+
+def ways_for(
+    planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall | None
+) -> list[PageCopies]:
+    """Ways for pages of these rows, the one first that takes least of the SMs. pages_together: 0 if pages lie across
+    the ends of locked parts. call: None if the driver cannot be called."""
+    if call is None or not pages_together:
+        return [KernelCopies(planes, words)]
+    staged = StagedCopies(planes, words, pages_together, call)
+    rows = [4 * plane.shape[2] for plane in planes]
+    pitches = [row * plane.shape[1] for row, plane in zip(rows, planes, strict=True)]
+    if min(rows) >= MIN_ROW_BYTES and max(pitches) <= _MAX_PITCH:
+        return [EngineCopies(planes, words, pages_together, call), staged]
+    return [staged, KernelCopies(planes, words)]
+
+
+def fastest(ways: Sequence[PageCopies], seconds: Sequence[float]) -> PageCopies:
+    """The first way, unless a later one takes much less time for the same copy."""
+    best = min(range(len(ways)), key=lambda index: seconds[index])
+    return ways[best] if seconds[best] * _MUCH_FASTER < seconds[0] else ways[0]
+
+
+def driver_call() -> CopyCall:
+    """The driver's call, on the current context. Raises OSError where there is no driver."""
+    # Keeps the interpreter's lock: a call takes a microsecond or two, and to get the lock back may take milliseconds.
+    function = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
+
+    def call(address: int, stream: int) -> None:
+        if status := function(address, stream):
+            raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {status}")
+
+    return call
+
+
+def _runs(
+    host: Addresses, pages_together: int, is_apart: npt.NDArray[np.bool_] | None = None
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
+    """Indexes of the first page of runs that follow each other, and their lengths. is_apart: [n - 1], pages that do not
+    follow on the one before them."""
+    is_first = np.ones(len(host), np.bool_)
+    is_first[1:] = (np.diff(host) != 1) | (np.diff(host // pages_together) != 0)
+    if is_apart is not None:
+        is_first[1:] |= is_apart
+    starts = np.flatnonzero(is_first)
+    return starts, np.diff(np.append(starts, len(host)))
+
+
+def _copies(
+    device: tuple[Addresses, int | Addresses],
+    host: tuple[Addresses, int | Addresses],
+    sizes: tuple[int | Addresses, int | Addresses],
+    *,
+    to_host: bool,
+) -> Addresses:
+    """CUDA_MEMCPY2D, a row each. device, host: addresses and pitches, bytes; sizes: width in bytes, and height."""
+    copies = np.zeros((device[0].size, _NUM_FIELDS), np.int64)
+    of_device, of_host = (_SOURCE, _TARGET) if to_host else (_TARGET, _SOURCE)
+    kind, _, address, pitch = of_device
+    copies[:, kind], copies[:, address], copies[:, pitch] = _DEVICE, device[0].reshape(-1), device[1]
+    kind, address, _, pitch = of_host
+    copies[:, kind], copies[:, address], copies[:, pitch] = _HOST, host[0].reshape(-1), host[1]
+    copies[:, _WIDTH], copies[:, _HEIGHT] = sizes
+    return copies
+
+
+def _start(copies: Addresses, call: CopyCall, stream: int) -> None:
+    size, start = copies.itemsize * _NUM_FIELDS, copies.ctypes.data
+    for address in range(start, start + size * len(copies), size):
+        call(address, stream)
+
+
+def _sent(values: IntArray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,65 @@
+"""The bench of chats with a host tier, on a simulated device: it counts what was computed, cached and loaded."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+from support.bench_modules import bench_imports
+
+pytest.importorskip("triton")
+
+from radixmesh.daemons.worker.simulated.clock import VirtualClock
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.simulated.token_source import Alphabet
+
+with bench_imports():
+    from gpu.tiers import Chats, _saving_cost
+
+ARGS = Namespace(
+    slots=8, depth=1, working_set=6.0, clients=0, turns=3, message_tokens=20, output_tokens=8, chunk_tokens=128
+)
+
+
+def _chats(policy: str) -> Chats:
+    runner = SimulatedRunner(
+        page_size=4,
+        num_pages=256,
+        vocab_size=32_000,
+        max_total_len=300,
+        alphabet=Alphabet.of(32_000, eos_ids=[1], eos_rate=0.0),
+        latency=LatencyModel(),
+        clock=VirtualClock(),
+    )
+    runner.add_host_pool(4 * 8 * 2048)
+    return Chats(runner, ARGS, policy, 256)
+
+
+def test_chats_come_back_from_the_host() -> None:
+    chats = _chats("write_through")
+    assert (chats.num_chats, chats.clients) == (24, 4)
+    first, second, third = chats.fill(), chats.turn(), chats.turn()
+    assert first["requests"] == 24 and first["hit_rate"] == 0
+    # All but the last output token and the page that is not full.
+    assert 0.95 < second["hit_rate"] < 1 and 0.95 < third["hit_rate"] < 1 and second["load_mean_ms"] > 0
+    assert {len(history) for history in chats.histories} == {256}
+    loads = chats.planner.loads
+    assert 24 <= loads.num_loads <= 48 and not loads.num_late
+    num_decodes = sum(count * int(rows) for kind in third["decodes"].values() for rows, (count, _, _) in kind.items())
+    assert num_decodes > 24 * 4
+
+
+def test_the_device_alone_computes_nearly_all_of_every_turn() -> None:
+    chats = _chats("device")
+    first, second = chats.fill(), chats.turn()
+    # The others would have been evicted by these.
+    assert first["requests"] == 12 and second["requests"] == 24
+    assert second["hit_rate"] < 0.2 and not chats.planner.loads.num_loads
+    assert {len(history) for history in chats.histories} == {256 - 28}
+
+
+def test_saves_cost_what_steps_beside_them_took_longer() -> None:
+    decodes = {"none": {4: [2.0, 2.0]}, "saves": {4: [3.0], 5: [9.0]}, "after_saves": {4: [2.0]}, "loads": {4: [8.0]}}
+    assert _saving_cost(decodes) == pytest.approx(1 / 9, abs=1e-3)
+    assert _saving_cost({"saves": {4: [3.0]}}) is None
