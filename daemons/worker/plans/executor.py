@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
-from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadsOrNext
+from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
@@ -73,7 +73,7 @@ class StepExecutor:
         self.records = PageRecordTable(self.limits)
         self.host = HostTier(runner.host_pool, self.limits) if runner.host_pool is not None else None
         """None: KV is on the device alone."""
-        self._waiting: LoadsOrNext | None = None
+        self._waiting: LoadOrNext | None = None
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
@@ -129,8 +129,8 @@ class StepExecutor:
             return step
         if plan.has_forward:
             return StepHandle(step.event, partial(self._with_loaded, host, step))
-        self._waiting = waiting = LoadsOrNext(host.event)
-        return StepHandle(waiting, partial(self._with_loaded, host, step, waiting, host.last_op))
+        self._waiting = waiting = LoadOrNext(host.next_event)
+        return StepHandle(waiting, partial(self._with_loaded, host, step, waiting))
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
@@ -156,13 +156,13 @@ class StepExecutor:
         return self._launch(plan, batch, ready_ns)
 
     def _with_loaded(
-        self, host: HostTier, step: StepHandle[StepResult], waiting: LoadsOrNext | None = None, last_op: int = 0
+        self, host: HostTier, step: StepHandle[StepResult], waiting: LoadOrNext | None = None
     ) -> StepResult:
-        """A step's result with the loads that have completed by now. waiting: those up to last_op are waited for, while
-        no other plan is there."""
+        """A step's result with the loads that have completed by now. waiting: for the first of them, while no other
+        plan is there: its request need not wait for those behind it."""
         result = step.result()
-        if waiting is not None and not waiting.is_passed:
-            host.wait_until(last_op)
+        if waiting is not None:
+            waiting.wait()
         loaded = host.take_loaded(self.records)
         return replace(result, loaded_ops=loaded) if loaded else result
 
