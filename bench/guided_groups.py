@@ -86,8 +86,8 @@ class _Rows:
     def follow(self, ids: Sequence[int], clock: _Clock) -> None:
         published: list[tuple[float, int]] = []
 
-        def publish(words: object, rows: Sequence[int], positions: Sequence[int]) -> None:
-            self._publish(words, rows, positions)  # type: ignore[arg-type]
+        def publish(rows: Sequence[int], positions: Sequence[int]) -> None:
+            self._publish(rows, positions)
             published.append((clock.now_s() * 1e3, len(rows)))
 
         self.masks.publish = publish  # type: ignore[method-assign]

@@ -34,8 +34,7 @@ def kv_transfers(_: Mapping[str, Any]) -> list[str]:
         wrapped(
             f"Two processes on {got['gpus']} GPU, scattered pages on both sides, the receiver's region mapped by CUDA "
             f"IPC (`{got['command']}`): from the first kernel until the receiver has scattered and compared the "
-            "stamps, messages included; medians. The kernels are `kernels/kv_copy.py`. Workers carry KV through host "
-            "memory so far."
+            "stamps, messages included; medians. The kernels are `kernels/kv_copy.py`."
         ),
         "",
         *table(["shape", "tokens", "page size", "MiB", "way", "ms", "GB/s"], rows),

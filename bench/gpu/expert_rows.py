@@ -158,7 +158,7 @@ def run_all(args: argparse.Namespace) -> dict[str, object]:
     for transport in args.transports:
         try:
             of_ranks = _processes(transport, args)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             found[transport] = {"error": str(error)[-600:]}
             continue
         found[transport] = {
@@ -186,7 +186,8 @@ def _processes(transport: str, args: argparse.Namespace) -> list[dict[str, dict[
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             raise RuntimeError(errors)
-    return [json.loads(output) for output, _ in outputs]
+    # Libraries may print to standard output too.
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
 def main() -> None:

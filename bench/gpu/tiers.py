@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,12 +57,24 @@ class _Launched(NamedTuple):
 
 
 class Chats:
-    """Chats against one planner and executor. turn(): the next one of each chat; its figures."""
+    """Chats against one planner and executor. turn(): the next one of each chat; its figures.
 
-    def __init__(self, runner: ModelRunner, args: argparse.Namespace, policy: str, chat_tokens: int) -> None:
+    clock: seconds, as the host sees them."""
+
+    executor_class = StepExecutor
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        args: argparse.Namespace,
+        policy: str,
+        chat_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         runner.clear()
-        self.executor = StepExecutor(runner, num_slots=args.slots, max_tokens_per_step=_STEP_TOKENS)
+        self.executor = self.executor_class(runner, num_slots=args.slots, max_tokens_per_step=_STEP_TOKENS)
         self.executor.begin_epoch(1)
+        self.clock = clock
         pool_tokens = runner.num_pages * runner.page_size
         self.is_tiered = policy != "device"
         group = GroupInfo(
@@ -112,16 +124,16 @@ class Chats:
         ttft: list[float] = []
         decodes: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         busy_ns, copies = 0, "none"
-        start, num_output = time.perf_counter(), 0
+        start, num_output = self.clock(), 0
         while waiting or live:
             while waiting and len(live) < self.clients:
                 chat = waiting.popleft()
                 self._extend(chat, self.random.integers(10, 30_000, args.message_tokens))
                 self._handles += 1
                 live[self._handles] = chat
-                submitted[self._handles] = time.perf_counter()
+                submitted[self._handles] = self.clock()
                 planner.submit(self._submission(self._handles, self.histories[chat]))
-            while len(self.pending) <= args.depth and (plan := planner.plan(time.perf_counter())) is not None:
+            while len(self.pending) <= args.depth and (plan := planner.plan(self.clock())) is not None:
                 # A save goes on beside the step after its own, and a load until its end is told.
                 copies = _copies(plan, planner.loads.num_under_way, copies)
                 rows = 0 if plan.chunks else planner.num_running
@@ -142,12 +154,12 @@ class Chats:
                 ends = np.cumsum(counts)
                 for handle, count, end in zip(token_rows.handles.tolist(), counts.tolist(), ends.tolist(), strict=True):
                     if handle in submitted:
-                        ttft.append(time.perf_counter() - submitted.pop(handle))
+                        ttft.append(self.clock() - submitted.pop(handle))
                     self._extend(live[handle], token_rows.ids[end - count : end])
                     num_output += count
             for finished in outputs.finished:
                 del live[finished.handle]
-        seconds = time.perf_counter() - start
+        seconds = self.clock() - start
         num_loads = planner.loads.num_loads - num_loads
         return {
             "requests": len(order),

@@ -54,8 +54,9 @@ class WorkerDaemon(Daemon):
             runtime.fail,
             runtime.tracer,
             member or create_member(settings),
-            self._transport(),
+            transport := self._transport(),
         )
+        self._kv_transport = transport
         service = self._service()
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
@@ -70,6 +71,8 @@ class WorkerDaemon(Daemon):
             await asyncio.to_thread(add_host_memory, self._settings, model.runner, page_format)
         if self._holds is not None:
             hold_scatters(model.runner, self._holds)
+        if self._kv_transport is not None and model.runner.kv_device is not None:
+            await asyncio.to_thread(self._kv_transport.use_device, model.runner.kv_device)
         executor = StepExecutor(
             model.runner,
             num_slots=self._settings.num_slots,

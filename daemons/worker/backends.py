@@ -221,6 +221,7 @@ def _load_cuda(
             mem_fraction=settings.mem_fraction,
             cuda_graphs=settings.cuda_graphs,
             use_pdl=settings.cuda_pdl,
+            staging_bytes=settings.device_staging_bytes,
             deterministic=settings.deterministic is True,
             tune_gemm=settings.tune_gemm,
             kernels=settings.kernels,

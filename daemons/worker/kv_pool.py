@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,10 @@ class KvPool(KvPlanes):
         for view in self._token_views.values():
             view[target] = view[source]
 
+    def token_planes(self) -> list[torch.Tensor]:
+        """All planes as [layers, tokens, ...], with padding: the same memory, of which a layer's is contiguous."""
+        return [plane.flatten(1, 2) for plane in self._stored.values()]
+
     def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies tokens, int64 numbers of the pool, in all layers and planes: all are read before any is written."""
         for view in self._token_views.values():
@@ -161,6 +166,30 @@ class KvPool(KvPlanes):
                 num = len(chunk) * math.prod(rows.shape[1:])
                 rows[chunk] = piece[start : start + num].view(len(chunk), *rows.shape[1:])
                 start += num
+
+    @property
+    def copies_by_address(self) -> bool:
+        """True if there are gather_to() and scatter_from()."""
+        return self._has_kernels or self._copied[0].device.type == "cpu"
+
+    def gather_to(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
+        """read_tokens() to memory that this pool's device reaches, and no tensor has: another device's, for one."""
+        if not self._has_kernels:
+            data = self.read_tokens(indexes, part)
+            _bytes_at(address, len(data)).copy_(data)
+            return
+        from radixmesh.kernels.kv_copy import gather_rows
+
+        gather_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
+
+    def scatter_from(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
+        """write_tokens() of memory as of gather_to()."""
+        if not self._has_kernels:
+            self.write_tokens(indexes, _bytes_at(address, len(indexes) * self.part_bytes(part)), part)
+            return
+        from radixmesh.kernels.kv_copy import scatter_rows
+
+        scatter_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
 
     def part_bytes(self, part: KvShare | None) -> int:
         """Bytes of a token in read_tokens()."""
@@ -209,6 +238,11 @@ class KvPool(KvPlanes):
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
         for plane in self._planes.values():
             plane[:, : self.num_pages] = float("nan")
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Memory of the host, uint8."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def kv_slots(pages: IntArray, length: int, page_size: int) -> npt.NDArray[np.int64]:

@@ -28,6 +28,7 @@ from radixmesh.daemons.worker.step_handle import StepHandle
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.expert_moves import ExpertMoves
     from radixmesh.daemons.worker.host_pool import HostPool
+    from radixmesh.daemons.worker.kv_transfer.device_memory import KvDevice
 from radixmesh.daemons.worker.host_segment import HostSegment
 
 
@@ -196,6 +197,9 @@ class ModelRunner(ABC):
     """Fingerprint of these bytes: layers and planes of all heads, whatever the page size is."""
     kv_share: KvShare = WHOLE_KV
     """Heads whose KV this rank has."""
+    kv_device: KvDevice | None = None
+    """Copies KV between pages and memory of a device, beside read_kv() and write_kv(); None: there is no such memory.
+    """
     expert_moves: ExpertMoves | None = None
     """Moves experts between the ranks that share them; None: all are here."""
     host_pool: HostPool | None = None

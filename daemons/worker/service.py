@@ -12,6 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.kv_transfer.device_memory import check_device_memory
 from radixmesh.daemons.worker.kv_transfer.transfer_service import receive
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.session import ExecuteSession
@@ -109,6 +110,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.StartTransferRequest, context: object
     ) -> worker_pb2.StartTransferResponse:
         check_peer_names(address=request.address, transfer_id=request.region.transfer_id)
+        check_device_memory(request.region.device)
         await self._core.transfers.start(request)
         return worker_pb2.StartTransferResponse()
 

@@ -248,6 +248,7 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("worker.v1.RenewTransfersRequest", instance_id=(64 << 10, WIRE), transfer_ids=(1 << 14, WIRE)),
     **_rows("worker.v1.SharedMemory", host=(64 << 10, WIRE)),
+    **_rows("worker.v1.DeviceMemory", handle=(64, f"{D}worker.kv_transfer.device_memory:check_device_memory")),
     **_rows("worker.v1.HostProcess", host=PEER_NAME),
     **_rows("worker.v1.TransferRegion", transfer_id=(64 << 10, WIRE), instance_id=(64 << 10, WIRE)),
     **_rows(

@@ -39,14 +39,17 @@ def test_tokens_are_gathered_and_scattered_as_by_the_reference(num_tokens, shape
     expected = torch.empty(num_tokens * token_bytes_of(planes), dtype=torch.uint8, device=device)
     gather_rows_reference(planes, indexes, expected)
     region = torch.full_like(expected, 255)
-    gather_rows(planes, indexes, region)
-    assert torch.equal(region, expected)
     before = [pool.clone() for pool in pools]
-    for plane in planes:
-        plane[:, indexes.long()] = 0
-    scatter_rows(planes, indexes, region)
-    # Nothing else of the pool was touched: neither other tokens nor padding.
-    assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+    # By its address too, as of another process's memory.
+    for place in (region, region.data_ptr()):
+        region.fill_(255)
+        gather_rows(planes, indexes, place)
+        assert torch.equal(region, expected)
+        for plane in planes:
+            plane[:, indexes.long()] = 0
+        scatter_rows(planes, indexes, place)
+        # Nothing else of the pool was touched: neither other tokens nor padding.
+        assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
 
 
 def test_rows_with_gaps_are_not_copied_by_kernels() -> None:

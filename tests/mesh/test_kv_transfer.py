@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import pytest
+from support.host_kv_device import workers_have_devices
 from support.plans import admit, as_ints, chunk, grant
 from support.runner_contract import MODEL
 from support.running_daemon import Running, running
@@ -106,12 +107,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(backend: str = "simulated", sizes: tuple[int, int] = (1, 1), **fields: object) -> AsyncIterator[Pair]:
+async def pair(
+    backend: str = "simulated", sizes: tuple[int, int] = (1, 1), *, has_devices: bool = False, **fields: object
+) -> AsyncIterator[Pair]:
+    """has_devices: stand-ins for GPUs, between which the transport `device` carries KV."""
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_vocab_size": 500}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
     values |= {"num_slots": 4, "max_total_len": 96, "transfer_staging_bytes": STAGING, **fields}
     async with AsyncExitStack() as stack:
+        if has_devices:
+            stack.enter_context(workers_have_devices())
         workers, clients = [], []
         for name, size in zip("pd", sizes, strict=True):
             settings = WorkerSettings(page_size=size, num_pages=256 // size, **values)  # type: ignore[arg-type]

@@ -14,31 +14,47 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from mesh.test_kv_transfer import TIMEOUT_S, Pair, pair
+from support.host_kv_device import HostKvDevice
 from support.kv_writers import hold_and_write, needs_nixl, write_by_nixl
 
 from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer import host_process, nixl_agent, shared_memory
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
 from radixmesh.worker.v1 import worker_pb2
 
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
 PROCESS_S = 150.0  # Until a process has started, on a loaded machine.
-KINDS = [TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, NIXL, "elsewhere"]
-"""elsewhere: shared memory of another host."""
+KINDS = [TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, TransferTransport.DEVICE, NIXL, "elsewhere", "afar"]
+"""elsewhere: shared memory of another host. afar: a device that the writer's does not reach."""
 
 
 @asynccontextmanager
 async def receiver(kind: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Pair, KvTransport]]:
     """Workers that have no scheduler's requests, and a transport of that kind to the second one."""
-    given = TransferTransport.SHARED_MEMORY if kind == "elsewhere" else TransferTransport(kind)
-    async with pair(transfer_transport=given) as both:
+    others = {"elsewhere": TransferTransport.SHARED_MEMORY, "afar": TransferTransport.DEVICE}
+    given = TransferTransport(others.get(kind, kind))
+    async with pair(transfer_transport=given, has_devices=given is TransferTransport.DEVICE) as both:
         if kind == "elsewhere":
             monkeypatch.setattr(shared_memory, "host_name", lambda: "another")
-        yield both, make_transport(given)
+        transport = make_transport(given, staging_bytes=1 << 20)
+        if given is TransferTransport.DEVICE:
+            transport.use_device(HostKvDevice(None, can_open=kind != "afar"))
+        yield both, transport
+        transport.close()
+
+
+def written_of(both: Pair, region: Region) -> np.ndarray:
+    """Bytes of a region, wherever its writer wrote them."""
+    if isinstance(region.written, DevicePiece):
+        return np.frombuffer(both.core(1).executor.runner.kv_device.read(*region.written), np.uint8)
+    assert region.written is not None
+    return region.written
 
 
 def data_of(region: worker_pb2.TransferRegion) -> np.ndarray:
@@ -71,7 +87,8 @@ async def test_bytes_arrive_in_whatever_pieces_they_are_written(kind: str, monke
                     await writer.write(start, data[start:end])
                 await writer.done(checksum_of(data))
             assert held.reception.state is ReceiveState.WRITTEN and held.num_written == region.num_bytes
-            assert held.memory is not None and (held.memory == data).all()
+            assert (written_of(both, held) == data).all()
+            assert isinstance(held.written, DevicePiece) == (kind == TransferTransport.DEVICE)
             transfers.abort(name)
             assert held.memory is None and not transfers.staging.num_bytes, "the last word was said"
 
@@ -82,9 +99,14 @@ async def test_what_is_refused_or_broken_off_fails_on_both_sides(kind: str, monk
         address, transfers = both.workers[1].address, both.core(1).transfers
         region = await both.prepare("a")
         data = data_of(region)
-        with pytest.raises(MeshError, match="failed"):
+        reception = transfers.receiver.get("a").reception
+        with pytest.raises(MeshError, match=r"failed|is over"):
             async with transport.open(address, region, "w") as writer:
                 await writer.write(0, data)
+                if kind == TransferTransport.DEVICE:
+                    # No checksum tells.
+                    await until(lambda: reception.state is ReceiveState.WRITING)
+                    transfers.abort("a")
                 await writer.done(1)
         region = await both.prepare("b")
         reception = transfers.receiver.get("b").reception
@@ -151,22 +173,22 @@ def test_nothing_but_a_region_is_opened(tmp_path) -> None:
     memory = shared_memory.SharedMemory(100)
     region = worker_pb2.TransferRegion(num_bytes=100)
     memory.describe(region)
-    fd = shared_memory._opened(region)
+    fd = shared_memory.opened(region)
     assert fd is not None and not memory.is_writer_gone()
     os.close(fd)
     assert memory.is_writer_gone()
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(os.fstat(region.shared_memory.fd).st_size)
         region.shared_memory.fd, region.shared_memory.inode = file.fileno(), os.fstat(file.fileno()).st_ino
-        assert shared_memory._opened(region) is None
+        assert shared_memory.opened(region) is None
     memory.describe(region)
     for field in ("inode", "pid", "fd"):
         other = worker_pb2.TransferRegion()
         other.CopyFrom(region)
         setattr(other.shared_memory, field, 99999)
-        assert shared_memory._opened(other) is None, field
+        assert shared_memory.opened(other) is None, field
     region.num_bytes += 1
-    assert shared_memory._opened(region) is None, "of another size"
+    assert shared_memory.opened(region) is None, "of another size"
     memory.close()
 
 
@@ -248,7 +270,8 @@ def test_pieces_of_the_slab_are_nobody_elses_and_come_back() -> None:
         pieces.append((piece, step % 251))
     for piece, _ in pieces:
         slab.give_back(piece)
-    assert slab._free == [(0, slab.num_bytes)]
+    assert slab.num_free == slab.num_bytes
+    slab.give_back(slab.take(slab.num_bytes))
     with pytest.raises(MemoryError):
         slab.take(slab.num_bytes + 1)
 

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.worker.v1 import worker_pb2
 
 NUM_TOKENS = 48
-GRPC, SHARED = TransferTransport.GRPC, TransferTransport.SHARED_MEMORY
+GRPC, SHARED, DEVICE = TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, TransferTransport.DEVICE
 
 
 def checksums(both: Pair) -> list[int]:
@@ -63,18 +63,20 @@ class Late:
         ("simulated", GRPC),
         ("simulated", SHARED),
         ("cpu", SHARED),
+        ("simulated", DEVICE),
         pytest.param("simulated", TransferTransport.NIXL, marks=[needs_nixl, pytest.mark.full]),
     ],
 )
 async def test_a_late_writer_changes_no_page_that_is_not_its_own(
     backend: str, kind: TransferTransport, end: str, where: str
 ) -> None:
-    async with pair(backend, transfer_transport=kind) as both:
+    async with pair(backend, transfer_transport=kind, has_devices=kind is DEVICE) as both:
         await prefill(both, 0, 1)
         late, source = Late(both, where), pages_of(1, 0, NUM_TOKENS)
         region = await both.prepare(lease_ms=2_000 if end == "lease" else 30_000)
         reception = both.core(1).transfers.receiver.get("t").reception
-        await both.start(region, source, [1] * NUM_TOKENS)
+        # On a device a call waits for its writer, which has a place there.
+        first = asyncio.ensure_future(_ended(both.start(region, source, [1] * NUM_TOKENS)))
         async with asyncio.timeout(TIMEOUT_S):
             await late.is_there.wait()
         if end == "abort":
@@ -103,6 +105,7 @@ async def test_a_late_writer_changes_no_page_that_is_not_its_own(
             target = range(100, 100 + NUM_TOKENS)
         before = checksums(both)
         late.goes_on.set()
+        await first
         await until(lambda: not both.core(0).transfers.staging.num_bytes)
         await until(lambda: both.core(0).transfers.num_failed == 1)
         assert checksums(both) == before, "pages were written by nobody's leave"

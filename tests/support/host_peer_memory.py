@@ -39,6 +39,15 @@ class HostPeerMemory(PeerMemory):
     def close(self, address: int) -> None:
         del self._maps[address]
 
+    def size(self, address: int) -> int:
+        return len(self._maps[address])
+
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return ctypes.string_at(address, num_bytes)
+
     def _map(self, file: int, num_bytes: int) -> int:
         memory = mmap.mmap(file, num_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

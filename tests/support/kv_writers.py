@@ -14,6 +14,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer import shared_memory
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
+from support.host_kv_device import HostKvDevice
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") is not None
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="nixl-cu13 is not installed: radixmesh[nixl]")
@@ -40,10 +41,32 @@ def write_by_nixl(address: str, pipe) -> None:
     asyncio.run(run())
 
 
+def write_to_device(address: str, pipe) -> None:
+    """A writer of another process, that says when it has a place on the receiver's device, and leaves it then."""
+    region = _region_from(pipe)
+
+    async def run() -> None:
+        transport = make_transport(TransferTransport.DEVICE, staging_bytes=1 << 20)
+        transport.use_device(device := HostKvDevice(None))
+        try:
+            async with transport.open(address, region, "w") as writer:
+                piece = writer.place(0, 100)
+                assert piece is not None
+                device.write(piece.address, b"late" * 25)
+                await writer.placed(100)
+                pipe.send("placed")
+                await asyncio.sleep(0.5)
+        except MeshError:
+            pass
+        await asyncio.sleep(60)
+
+    asyncio.run(run())
+
+
 def hold_and_write(pipe) -> None:
     """A writer of another process, that has the region open and writes when it is told."""
     region = _region_from(pipe)
-    fd = shared_memory._opened(region)
+    fd = shared_memory.opened(region)
     assert fd is not None
     pipe.send("locked")
     pipe.recv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 import pytest
@@ -15,6 +16,7 @@ from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.simulated.token_source import Alphabet
 
 with bench_imports():
+    import tier_model
     from gpu.tiers import Chats, _saving_cost
 
 ARGS = Namespace(
@@ -63,3 +65,17 @@ def test_saves_cost_what_steps_beside_them_took_longer() -> None:
     decodes = {"none": {4: [2.0, 2.0]}, "saves": {4: [3.0], 5: [9.0]}, "after_saves": {4: [2.0]}, "loads": {4: [8.0]}}
     assert _saving_cost(decodes) == pytest.approx(1 / 9, abs=1e-3)
     assert _saving_cost({"saves": {4: [3.0]}}) is None
+
+
+def test_the_model_knows_what_a_bus_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--kv-gb", "0.54", "--host-gb", "6", "--chat-tokens", "1024", "--output-tokens", "8", "--turns", "2"]
+
+    def tokens_a_second(*more: str) -> tuple[float, float]:
+        tier_model.main([*arguments, *more])
+        turns = json.loads(capsys.readouterr().out)["chats of 1024"]
+        return turns["device"]["tok_s"], turns["write_through"]["tok_s"]
+
+    alone, tiered = tokens_a_second()
+    assert tiered > 1.5 * alone
+    same, slower = tokens_a_second("--bus-gbps", "2")
+    assert same == alone and slower < 0.8 * tiered

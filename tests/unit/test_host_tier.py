@@ -120,6 +120,15 @@ def test_an_answer_without_a_forward_waits_for_loads_before_it():
     assert steps.executor.runner.now_ns() - before > 3_000_000_000
 
 
+def test_an_answer_without_a_forward_waits_for_the_first_load_alone():
+    steps = saved_world(load_token_us=1e6)
+    before = steps.executor.runner.now_ns()
+    first = steps.run(has_forward=False, loads=[move([20], [5], op_id=1), move([21, 22], [6, 7], op_id=2)])
+    assert first.loaded_ops == (1,) and steps.executor.runner.now_ns() - before == 4_000_000_000
+    assert steps.run(has_forward=False).loaded_ops == (2,)
+    assert steps.executor.runner.now_ns() - before == 12_000_000_000
+
+
 def test_an_answer_that_waits_for_loads_holds_up_no_plan_behind_it():
     steps = saved_world(load_token_us=1e6)
     executor = steps.executor

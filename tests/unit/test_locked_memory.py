@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixmesh.daemons.worker.cuda import host_pool
+from radixmesh.daemons.worker.cuda import locked_memory
 
 
 def test_memory_is_locked_by_threads_on_the_device_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +32,9 @@ def test_memory_is_locked_by_threads_on_the_device_that_uses_it(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     monkeypatch.setattr(torch.cuda, "device", on_device)
-    monkeypatch.setattr(host_pool, "_LOCKED_WORDS", 1024)
+    monkeypatch.setattr(locked_memory, "_LOCKED_WORDS", 1024)
     device = torch.device("cuda", 3)
-    memory = host_pool.LockedMemory(4096, device)
+    memory = locked_memory.LockedMemory(4096, device)
     assert [(num, of) for _, num, of in registered] == [(4096, device)] * 4
     assert not memory.words.any() and not released
     del memory
@@ -47,5 +47,6 @@ def test_parts_hold_whole_pages_where_they_can(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: None)
     assert (
-        host_pool.LockedMemory(0, torch.device("cuda", 0), torch.zeros(0).numpy(), page_words).part_words == part_words
+        locked_memory.LockedMemory(0, torch.device("cuda", 0), torch.zeros(0).numpy(), page_words).part_words
+        == part_words
     )

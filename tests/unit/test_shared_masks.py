@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -10,12 +11,14 @@ import numpy.typing as npt
 import pytest
 from support.grammars import AnyText, AnyTextBackend
 
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided import guide as guide_module
 from radixmesh.daemons.worker.guided import shared_calls
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide
+from radixmesh.daemons.worker.guided.guides import SlotGuides
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.shared_calls import run_together
 
@@ -29,7 +32,7 @@ class Counted(AnyText):
         self.calls, self.wait_s, self.compute_s = calls, wait_s, compute_s
         self.token = 0
         self.is_empty = False
-        self.of_device: MaskWords | None = None
+        self.memory: MaskWords | None = None
 
     def accept(self, token: int) -> bool:
         self.token = token
@@ -44,7 +47,7 @@ class Counted(AnyText):
         ends_s = time.thread_time() + self.compute_s
         while time.thread_time() < ends_s:
             pass
-        assert self.of_device is None or not np.shares_memory(words, self.of_device), "slow to read: see MaskMemory"
+        assert self.memory is None or np.shares_memory(words, self.memory), "filled where it is copied from"
         words[:] = 0
         if not self.is_empty:
             for token in (self.token, 8000):
@@ -118,7 +121,7 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     masks = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE)
     matchers = [Counted(calls) for _ in range(num)]
     for matcher in matchers:
-        matcher.of_device = masks._words
+        matcher.memory = masks.words
     sinks = [masks.sink(_in_slot(slot)) for slot in range(num)]
     guides = [
         Guide(
@@ -141,8 +144,8 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     assert calls == num_threads * [num // num_threads]
     assert [slot for slot, guide in enumerate(guides) if guide.error is not None] == [7]
     for slot, sink in enumerate(sinks):
-        bits = np.flatnonzero(np.unpackbits(masks._words[sink.row].view(np.uint8), bitorder="little"))
-        assert bits.tolist() == [0 if slot == 7 else 100 + slot, 8000]
+        bits = np.flatnonzero(np.unpackbits(masks.words[sink.row].view(np.uint8), bitorder="little"))
+        assert bits.tolist() == ([] if slot == 7 else [100 + slot, 8000])
         assert masks._positions[sink.row] == (1 if slot == 7 else 2)
     # The lowest id of a mask may be far behind the first words.
     filler.follow([(guide, (7000,)) for guide in guides])
@@ -170,10 +173,10 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
         guides[-1].run()
     filler, publish = MaskFiller(1), masks.publish
 
-    def note(words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def note(rows: Sequence[int], positions: Sequence[int]) -> None:
         groups.append(tuple(rows))
         assert len(calls) == len(groups), "no further masks have been begun"
-        publish(words, rows, positions)
+        publish(rows, positions)
 
     masks.publish = note  # type: ignore[method-assign]
     last_rows = []
@@ -186,3 +189,29 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
         assert (masks._positions[:num] == 2 + step).all()
         last_rows.append(groups[-1])
     assert len(set(last_rows)) == 3
+
+
+def test_the_step_thread_leaves_the_interpreter_to_the_masks_for_a_part_of_a_step_alone() -> None:
+    """It waits until the step's masks are there, and not for a device that is silent."""
+    guides, known = SlotGuides(VOCAB_SIZE), threading.Event()
+
+    def tokens() -> IntArray:
+        known.wait(60)
+        return np.zeros(1, np.int32)
+
+    through = guides.launched([0], tokens)
+    guides.let_follow(through)
+    assert through.locked(), "it did not wait for what is not known"
+    known.set()
+    through = guides.launched([0], tokens)
+    assert through.acquire(timeout=60)
+
+
+def test_a_step_that_dies_is_through() -> None:
+    guides = SlotGuides(VOCAB_SIZE)
+
+    def tokens() -> IntArray:
+        raise RuntimeError("the device failed")
+
+    through = guides.launched([0], tokens)
+    assert through.acquire(timeout=60)

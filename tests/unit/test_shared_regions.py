@@ -28,7 +28,7 @@ def described(memory: shared_memory.SharedMemory) -> worker_pb2.TransferRegion:
 def test_a_region_is_opened_and_nothing_else_is() -> None:
     memory = shared_memory.SharedMemory(SIZE)
     region = described(memory)
-    fd = shared_memory._opened(region)
+    fd = shared_memory.opened(region)
     assert fd is not None
     os.close(fd)
     for changes in ({"inode": 1}, {"host": "another"}, {"fd": 0}, {"pid": 0}):
@@ -37,9 +37,9 @@ def test_a_region_is_opened_and_nothing_else_is() -> None:
         other.shared_memory.MergeFrom(worker_pb2.SharedMemory(**changes))
         if "fd" in changes or "pid" in changes:
             setattr(other.shared_memory, *next(iter(changes.items())))
-        assert shared_memory._opened(other) is None, changes
+        assert shared_memory.opened(other) is None, changes
     memory.close()
-    assert shared_memory._opened(region) is None
+    assert shared_memory.opened(region) is None
 
 
 def test_a_file_that_its_owner_can_shrink_is_no_region() -> None:
@@ -53,11 +53,11 @@ def test_a_file_that_its_owner_can_shrink_is_no_region() -> None:
                 host=shared_memory.host_name(), pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino
             ),
         )
-        assert shared_memory._opened(region) is None
+        assert shared_memory.opened(region) is None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        opened = shared_memory._opened(region)
-        assert opened is not None
-        os.close(opened)
+        again = shared_memory.opened(region)
+        assert again is not None
+        os.close(again)
     finally:
         os.close(fd)
 

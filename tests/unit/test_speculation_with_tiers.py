@@ -103,5 +103,5 @@ def test_prefixes_that_come_back_are_drafted_behind(algorithm: str, model: str, 
     assert got == outputs
     assert rounds.bits == bits and len(bits) == len(outputs)
     records = rounds.world.records.values()
-    assert sum(record.finished.accepted_tokens for record in records if record.finished) > 20
+    assert sum(record.finished.accepted_tokens for record in records if record.finished) >= 20
     assert rounds.world.planner.loads.num_loads >= NUM_TEXTS

@@ -109,11 +109,11 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_MOST_FILL_THREADS = 8
+_MOST_FILL_THREADS = 16
 
 
 class _Matcher(GrammarMatcher):
-    fill_threads = max(1, min(_MOST_FILL_THREADS, _num_cores() - 4))
+    fill_threads = max(1, min(_MOST_FILL_THREADS, _num_cores() // 2, _num_cores() - 4))
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, eos_ids: list[int]) -> None:
         self._matcher = matcher

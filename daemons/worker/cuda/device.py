@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 _SPARE_EVENTS = 64
@@ -61,6 +64,11 @@ class Device(ABC):
         Kernels see what was written before they were launched; what they write is there when an event behind them is
         done.
         """
+
+    @abstractmethod
+    def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
+        """The same, of memory that the host reads as fast as any other. field: the setting that is to be smaller where
+        it cannot be had (INVALID_ARGUMENT)."""
 
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -118,6 +126,9 @@ class HostDevice(Device):
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
+
+    def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
+        return self.host_ints(*shape)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise AssertionError("the host captures nothing")
@@ -217,6 +228,13 @@ class CudaDevice(Device):
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+    def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
+        memory = LockedMemory(math.prod(shape), self.torch_device, field=field)
+        ints = memory.words.view(shape)
+        # Locked as long as the tensor is there.
+        weakref.finalize(ints, lambda _: None, memory).atexit = False
+        return ints
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()

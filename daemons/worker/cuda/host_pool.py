@@ -9,24 +9,19 @@ load:    waits for the last step that used its pages, and for saves of them -- l
 
 from __future__ import annotations
 
-import math
-import mmap
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
+from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, driver_call, fastest, ways_for
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
@@ -34,10 +29,6 @@ from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 _log = get_logger(__name__)
 
-# Of one registration at most, the largest page of memory, and threads that register at a time.
-_LOCKED_WORDS, _HUGE_WORDS = 1 << 28, 1 << 19
-_LOCKING_THREADS = 8
-_PAGE_WORDS = 1024
 # Loaded at the start by each way, to see how fast it is.
 _PROBED_BYTES = 256 << 20
 
@@ -165,57 +156,6 @@ class CudaHostPool(HostPool):
         with torch.inference_mode(), torch.cuda.device(self._device.torch_device), torch.cuda.stream(stream):
             self.copies.copy(device_pages, host_pages, stream.cuda_stream, to_host=to_host)
         return _Copy(self._device.event_on(stream), device_pages.copy(), host_pages.copy())
-
-
-class LockedMemory:
-    """int32 `words` [num] of host memory that the device reads and writes where it lies, until this object is gone.
-    device: threads are on the first one unless told otherwise, and would make a context there.
-
-    torch's own page-locked blocks are rounded up to a power of two. Raises INVALID_ARGUMENT if it cannot be had.
-
-    rows: memory that is locked as it is, at the start of a page; None: new memory, zeroed. It is locked in parts of
-    `part_words`, each a multiple of `page_words` where there is a common multiple with pages of memory.
-    """
-
-    def __init__(
-        self, num: int, device: torch.device, rows: npt.NDArray[np.uint8] | None = None, page_words: int = 1
-    ) -> None:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        locked: list[int] = []
-        unit = math.lcm(page_words, _HUGE_WORDS)
-        self.part_words = _LOCKED_WORDS - _LOCKED_WORDS % unit or _LOCKED_WORDS
-
-        def lock(start: int) -> None:
-            part = self.words[start : start + self.part_words]
-            if rows is None:
-                # The kernel finds zeroed memory for it, which takes longest: on all threads at once.
-                part[::_PAGE_WORDS].zero_()
-            with torch.cuda.device(device):
-                torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
-            locked.append(part.data_ptr())
-
-        try:
-            if rows is None:
-                memory = mmap.mmap(-1, 4 * num)
-                memory.madvise(mmap.MADV_HUGEPAGE)
-                self.words = torch.frombuffer(memory, dtype=torch.int32)
-            else:
-                self.words = torch.from_numpy(rows.reshape(-1).view(np.int32))
-            with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
-                list(pool.map(lock, range(0, num, self.part_words)))
-        except (MemoryError, OSError, RuntimeError) as error:
-            _unlock(locked, None)
-            message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller --host-kv-bytes"
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "host_kv_bytes"}) from error
-        # Before the addresses may be another's: what is registered cannot be registered again.
-        weakref.finalize(self, _unlock, locked, self.words).atexit = False
-
-
-def _unlock(addresses: list[int], words: torch.Tensor | None) -> None:
-    """words: stay mapped until then."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for address in addresses:
-        runtime.cudaHostUnregister(address)
 
 
 def _last_with(copies: deque[_Copy], device_pages: IntArray | None, host_pages: IntArray | None) -> _Copy | None:

@@ -65,7 +65,8 @@ _PAGES_TO_COMPILE = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
-    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts."""
+    that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts. staging_bytes: of
+    the GPU's memory that KV transfers will take."""
 
     dtype: str
     attention_backend: str
@@ -89,6 +90,7 @@ class DeviceSettings:
     max_drafts: int = 0
     tp_collectives: str = "auto"
     ep_transport: str = "auto"
+    staging_bytes: int = 0
     two_batch_min_rows: int = 0
 
 
@@ -312,7 +314,8 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
         * (2 if limits.two_batch_min_rows else 1)
         + network_work_bytes(loaded.network, settings, limits.max_total_len)
-        + _dispatch_bytes(loaded),
+        + _dispatch_bytes(loaded)
+        + settings.staging_bytes,
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)

@@ -29,8 +29,10 @@ from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, DeviceClock
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkDrafter
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
+from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
@@ -184,6 +186,9 @@ class DeviceRunner(ModelRunner):
             vectors = PromptVectors(device, model, embed_pooling)
             self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
             self._clock = DeviceClock(device.record_event())
+        if isinstance(device, CudaDevice) and pool.copies_by_address:
+            memory = CudaPeerMemory("transfer_transport", "KV goes through the host's memory")
+            self.kv_device = PoolDevice(device, pool, memory, self._received)
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
         self._chains: SlotChains | None = None
@@ -231,6 +236,7 @@ class DeviceRunner(ModelRunner):
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
                 lengths=lengths,
                 chains=self._chains,
+                kv_planes=self.pool.token_planes(),
             )
             self._verify.capture(self.model.dtype)
             self.device.record_event().wait()
@@ -413,8 +419,12 @@ class DeviceRunner(ModelRunner):
         with self.device.in_order():
             tokens = torch.from_numpy(indexes).to(self.device.torch_device)
             self.pool.write_tokens(tokens, torch.from_numpy(data).to(self.device.torch_device), part)
-            if self._network is not None:
-                self._network.received(tokens)
+            self._received(tokens)
+
+    def _received(self, tokens: torch.Tensor) -> None:
+        """KV of these tokens came from elsewhere: a network has not seen it."""
+        if self._network is not None:
+            self._network.received(tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:

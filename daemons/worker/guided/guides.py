@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,6 +17,9 @@ from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.guided.step_follower import StepFollower
 from radixmesh.daemons.worker.runner import SampleInput
 
+# The step thread has the rest of a step for its own work, and plans ahead run meanwhile.
+_WAIT_SHARE, _MOST_WAIT_S = 0.6, 0.005
+
 
 class SlotGuides:
     """Used by the step thread. max_drafts: forced tokens that are made ready with each mask."""
@@ -25,6 +29,7 @@ class SlotGuides:
         self._filler = MaskFiller()
         self._follower = StepFollower(self._filler)
         self._guides: dict[int, Guide] = {}
+        self._let_follow_s = 0.0
 
     def __len__(self) -> int:
         return len(self._guides)
@@ -79,10 +84,18 @@ class SlotGuides:
             pairs = ((self._guides.get(slot), of_slot) for slot, of_slot in tokens)
             self._filler.follow([(guide, of_slot) for guide, of_slot in pairs if guide is not None])
 
-    def launched(self, slots: Sequence[int], tokens: Callable[[], IntArray]) -> None:
+    def launched(self, slots: Sequence[int], tokens: Callable[[], IntArray]) -> threading.Lock:
         """A step of these slots was launched: its tokens are followed as soon as they are known. tokens: as of
-        `StepHandle`."""
-        self._follower.launched([self._guides.get(slot) for slot in slots], tokens)
+        `StepHandle`. Returns the step for let_follow()."""
+        return self._follower.launched([self._guides.get(slot) for slot in slots], tokens)
+
+    def let_follow(self, through: threading.Lock) -> None:
+        """Leaves the interpreter's lock to the thread that fills the masks behind a step, until it is through, at most
+        for a part of the time between two calls: masks are wanted before the next step samples, results are not."""
+        now_s = time.monotonic()
+        most_s = min(_MOST_WAIT_S, _WAIT_SHARE * (now_s - self._let_follow_s))
+        through.acquire(timeout=most_s)
+        self._let_follow_s = now_s
 
     def wait(self, slots: Iterable[int], seconds: float | None) -> None:
         """Waits until the masks of these slots are there, for at most so long together; for a slow one not at all.

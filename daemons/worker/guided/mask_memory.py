@@ -11,24 +11,22 @@ from radixmesh.daemons.runtime.guided.backend import MaskWords
 
 
 class MaskMemory(ABC):
-    """Masks of many outputs that a device reads. num_words: of a mask.
+    """Masks of many outputs, of which a device has copies. words: int32 [masks, words of a mask], to be filled; the
+    host reads them as fast as any memory of its own, because a library that fills a mask clears it bit by bit.
 
-    A host may read memory that it shares with a device a hundred times slower than its own (where the driver maps it
-    write-combined), and a library that fills a mask clears it bit by bit. So masks are filled elsewhere, and written
-    here whole.
+    A row may be filled as soon as the token of its mask before is known: the device is through with that one.
     """
 
-    num_words: int
+    words: MaskWords
 
     @abstractmethod
-    def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """words, int32 [rows, words], are the masks of the tokens at these positions of prompt and output; `rows` are
-        those of this memory. Any thread."""
+    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """These rows of `words` hold the masks of the tokens at these positions of prompt and output. Any thread."""
 
 
 class MaskSink(ABC):
-    """Memory of one output's masks. One thread at a time. words: to be filled, the host's own memory. row: of `memory`,
-    where a device reads the masks."""
+    """Memory of one output's masks. One thread at a time. words: to be filled. memory: of many outputs, of which
+    `words` are a row."""
 
     words: MaskWords
     memory: MaskMemory | None = None

@@ -15,6 +15,7 @@ import numpy as np
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide, stuck
+from radixmesh.daemons.worker.guided.mask_memory import MaskMemory
 
 log = get_logger(__name__)
 
@@ -38,10 +39,10 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[G
     guides = [guide for guide, _ in shared]
     matchers = [guide.matcher for guide in guides]
     chosen, errors = _go_over(matchers, [token for _, token in shared])
-    words = _own_words(len(chosen), guides[0].num_words)
+    memory, words, rows = _where_to_fill([guides[index] for index in chosen])
     since_s = time.perf_counter()
     if chosen:
-        _fill_together(matchers, chosen, words, errors)
+        _fill_together(matchers, chosen, words, rows, errors)
     filled_s = time.perf_counter()
     took_s = time.thread_time() - began
     if matchers[0].fill_threads > 1:  # CPU time of other threads: nobody tells it.
@@ -50,13 +51,13 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> list[G
         for guide in guides:
             guide.suspect()
     positions = [guide.went_on() for guide in guides]
-    published = _publish_together(guides, words, chosen, positions, errors)
+    published = _publish_together(memory, rows, chosen, positions, errors)
     published_s = time.perf_counter()
     if len(published) < len(guides):
-        masks = dict(zip(chosen, words, strict=True))
+        row_of = dict(zip(chosen, rows, strict=True))
         for index, guide in enumerate(guides):
             if index not in published:
-                guide.filled(masks.get(index), errors.get(index))
+                guide.filled(words[row_of[index]] if index in row_of else None, errors.get(index))
     more = Guide.rest(guides)
     times_s = began_s, since_s, filled_s, published_s, time.perf_counter()
     log.debug("masks_filled", rows=len(shared), until_ms=[round((at_s - told_s) * 1e3, 3) for at_s in times_s])
@@ -78,6 +79,15 @@ def _go_over(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> tuple
     return [index for index in everyone if index not in left] if left else everyone, errors
 
 
+def _where_to_fill(guides: Sequence[Guide]) -> tuple[MaskMemory | None, MaskWords, Sequence[int]]:
+    """The memory of all of these guides, None: they have none together; words to be filled, and the row of each."""
+    sinks = [guide.sink for guide in guides]
+    memory = sinks[0].memory if sinks else None
+    if memory is not None and all(sink.memory is memory for sink in sinks):
+        return memory, memory.words, [sink.row for sink in sinks]
+    return None, _own_words(len(guides), guides[0].num_words if guides else 0), range(len(guides))
+
+
 def _own_words(num: int, num_words: int) -> MaskWords:
     """This thread's memory for so many masks."""
     words: MaskWords | None = getattr(_own, "words", None)
@@ -87,42 +97,44 @@ def _own_words(num: int, num_words: int) -> MaskWords:
 
 
 def _fill_together(
-    matchers: Sequence[GrammarMatcher], chosen: Sequence[int], words: MaskWords, errors: dict[int, Exception]
+    matchers: Sequence[GrammarMatcher],
+    chosen: Sequence[int],
+    words: MaskWords,
+    rows: Sequence[int],
+    errors: dict[int, Exception],
 ) -> None:
-    """Masks of the chosen matchers into the rows of `words`, an error where there is none."""
+    """Masks of the chosen matchers into these rows of `words`, an error where there is none."""
     try:
         among = matchers if len(chosen) == len(matchers) else [matchers[index] for index in chosen]
-        matchers[0].fill_all(among, words, range(len(chosen)))
+        matchers[0].fill_all(among, words, rows)
     except Exception:  # One output's: its own call tells which one's.
-        for index, mask in zip(chosen, words, strict=True):
+        for index, row in zip(chosen, rows, strict=True):
             try:
-                matchers[index].fill(mask)
+                matchers[index].fill(words[row])
             except Exception as error:
                 errors[index] = error
 
 
 def _publish_together(
-    guides: Sequence[Guide],
-    words: MaskWords,
+    memory: MaskMemory | None,
+    rows: Sequence[int],
     chosen: Sequence[int],
     positions: Sequence[int],
     errors: Mapping[int, Exception],
 ) -> Collection[int]:
-    """Publishes the chosen masks that allow something, where a device reads them; returns their indexes. The others are
-    left to their outputs."""
-    sinks = [guides[index].sink for index in chosen]
-    memory = sinks[0].memory if sinks else None
-    if memory is None or any(sink.memory is not memory for sink in sinks):
+    """Publishes the chosen masks that allow something, which are in these rows; returns their indexes. The others are
+    left to their outputs, and so are all where they have no memory together."""
+    if memory is None:
         return ()
     # Nearly every mask has a token among the first ids, where the single bytes are; a look at all words takes long.
-    is_good = np.bitwise_or.reduce(words[:, :_HEAD_WORDS], axis=1) != 0
+    is_good = np.bitwise_or.reduce(memory.words[rows, :_HEAD_WORDS], axis=1) != 0
     if errors:
         is_good &= np.array([index not in errors for index in chosen])
     if is_good.all():
-        memory.publish(words, [sink.row for sink in sinks], [positions[index] for index in chosen])
+        memory.publish(rows, [positions[index] for index in chosen])
         return chosen if isinstance(chosen, range) else frozenset(chosen)
     good = np.flatnonzero(is_good).tolist()
     published = [chosen[number] for number in good]
     if good:
-        memory.publish(words[good], [sinks[number].row for number in good], [positions[index] for index in published])
+        memory.publish([rows[number] for number in good], [positions[index] for index in published])
     return frozenset(published)

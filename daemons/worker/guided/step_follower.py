@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 
-_Step = tuple[Sequence[Guide | None], Callable[[], IntArray]]
+_Step = tuple[Sequence[Guide | None], Callable[[], IntArray], threading.Lock]
 
 
 class StepFollower:
@@ -25,20 +25,27 @@ class StepFollower:
         self._steps: SimpleQueue[_Step] = SimpleQueue()
         self._has_started = False
 
-    def launched(self, guides: Sequence[Guide | None], tokens: Callable[[], IntArray]) -> None:
-        """guides: of the step's first rows, None of those that follow no grammar. tokens: as of `StepHandle`."""
+    def launched(self, guides: Sequence[Guide | None], tokens: Callable[[], IntArray]) -> threading.Lock:
+        """guides: of the step's first rows, None of those that follow no grammar. tokens: as of `StepHandle`. Returns a
+        lock that is held until this thread is through with the step."""
         if not self._has_started:
             self._has_started = True
             # Not joined at exit: a wedged device must not keep the process alive.
             threading.Thread(target=self._work, name="masks-steps", daemon=True).start()
-        self._steps.put((guides, tokens))
+        through = threading.Lock()
+        through.acquire()
+        self._steps.put((guides, tokens, through))
+        return through
 
     def _work(self) -> None:
         while True:
-            guides, tokens = self._steps.get()
+            guides, tokens, through = self._steps.get()
             try:
                 ids = tokens().tolist()
+                rows = zip(guides, ids[: len(guides)], strict=True)
+                moves = [(guide, (token,)) for guide, token in rows if guide is not None and token >= 0]
+                self._filler.follow_here(moves)
             except RuntimeError:
                 continue  # The device failed: whoever collects the step says so.
-            rows = zip(guides, ids[: len(guides)], strict=True)
-            self._filler.follow_here([(guide, (token,)) for guide, token in rows if guide is not None and token >= 0])
+            finally:
+                through.release()

@@ -9,6 +9,7 @@ from enum import StrEnum
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.device_transport import DeviceTransport
 from radixmesh.daemons.worker.kv_transfer.shared_memory import SharedMemoryTransport
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
@@ -17,6 +18,7 @@ from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
 class TransferTransport(StrEnum):
     """Values of --transfer-transport."""
 
+    DEVICE = "device"
     GRPC = "grpc"
     SHARED_MEMORY = "shared_memory"
     NIXL = "nixl"
@@ -41,4 +43,6 @@ def make_transport(
     if not hasattr(os, "memfd_create"):
         message = "shared memory for KV transfers is Linux's: choose --transfer-transport grpc"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "shared_memory"})
+    if kind is TransferTransport.DEVICE:
+        return DeviceTransport(tls, staging_bytes=staging_bytes, before_last_word=before_last_word)
     return SharedMemoryTransport(tls, before_last_word=before_last_word)

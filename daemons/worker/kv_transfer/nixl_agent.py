@@ -10,12 +10,12 @@ import mmap
 import os
 import secrets
 import threading
-from bisect import insort
 
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer.device_memory import Pieces
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 
 _ALIGNMENT = 64
@@ -138,35 +138,21 @@ class Slab:
         self._memory: ByteArray = np.frombuffer(mmap.mmap(-1, self.num_bytes), np.uint8)
         self.address = self._memory.ctypes.data
         self._registered = agent.register(self.address, self.num_bytes, -1)
-        self._free: list[tuple[int, int]] = [(0, self.num_bytes)]
-        """Pieces [start, end) that nobody has, by start; no two of them touch."""
+        self._pieces = Pieces(self.num_bytes, _ALIGNMENT)
 
     @property
     def num_free(self) -> int:
         """Bytes that nobody has."""
-        return sum(end - start for start, end in self._free)
+        return self._pieces.num_free
 
     def take(self, num_bytes: int) -> ByteArray:
         """A piece; not cleared. Raises MemoryError, also where the free bytes do not lie together."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        for at, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                self._free[at : at + 1] = [(start + size, end)] if end - start > size else []
-                return self._memory[start : start + num_bytes]
-        raise MemoryError(f"{size} bytes of staging do not lie together")
+        start = self._pieces.take(num_bytes)
+        return self._memory[start : start + num_bytes]
 
     def give_back(self, piece: ByteArray) -> None:
         """Nobody reads or writes it any more."""
-        start = piece.ctypes.data - self.address
-        end = start + -(-len(piece) // _ALIGNMENT) * _ALIGNMENT
-        insort(self._free, (start, end))
-        merged: list[tuple[int, int]] = []
-        for part in self._free:
-            if merged and merged[-1][1] == part[0]:
-                merged[-1] = (merged[-1][0], part[1])
-            else:
-                merged.append(part)
-        self._free = merged
+        self._pieces.give_back(piece.ctypes.data - self.address, len(piece))
 
     def has(self, array: ByteArray) -> bool:
         """True for a part of a piece."""

@@ -13,10 +13,13 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of, has_stamps
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 _COPY_BYTES = 64 << 20
 
@@ -38,9 +41,13 @@ class Target:
 class WrittenPart(NamedTuple):
     """A region's bytes, the stamp that they have to carry, and the heads that they are of."""
 
-    memory: ByteArray
+    memory: ByteArray | DevicePiece
     stamp: bytes
     share: KvShare
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.num_bytes if isinstance(self.memory, DevicePiece) else len(self.memory)
 
 
 def gather(
@@ -51,18 +58,37 @@ def gather(
 
     Raises PAGE_CONFLICT for a page that does not hold what the caller takes it for.
     """
-    records, runner, size = executor.records, executor.runner, executor.limits.page_size
+    _check_source(executor, pages, generations, tokens)
+    runner, size = executor.runner, executor.limits.page_size
+    token_bytes = runner.kv_part_bytes(part)
+    for chunk in chunks_of(len(tokens), token_bytes, _tokens_at_a_time(token_bytes)):
+        data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size), part)
+        start = chunk.offset - STAMP_BYTES
+        memory[start : start + chunk.num * token_bytes] = data
+
+
+def begin_gather(
+    executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, target: DevicePiece, part: KvShare
+) -> StepHandle[None]:
+    """As gather(), to memory of the device: launched behind all steps so far. Steps that are launched later may change
+    the pages."""
+    _check_source(executor, pages, generations, tokens)
+    device = executor.runner.kv_device
+    assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
+    if executor.host is not None:
+        executor.host.written_beside(pages)
+    device.gather(_token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size), target, part)
+    return StepHandle(event := device.record_event(), event.wait)
+
+
+def _check_source(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range) -> None:
+    records, size = executor.records, executor.limits.page_size
     if len(pages) != len(generations) or len(pages) != -(-tokens.stop // size) or not _are_pages(executor, pages):
         raise _conflict(f"{len(pages)} pages do not hold {len(tokens)} tokens: name those of the tokens, in order")
     held = records.filled[pages].astype(np.int64)
     held[-1] += len(pages) * size - tokens.stop
     if (records.generations[pages] != generations).any() or (held < size).any():
         raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
-    token_bytes = runner.kv_part_bytes(part)
-    for chunk in chunks_of(len(tokens), token_bytes, _tokens_at_a_time(token_bytes)):
-        data = runner.read_kv(_token_indexes(pages, tokens.start + chunk.first, chunk.num, size), part)
-        start = chunk.offset - STAMP_BYTES
-        memory[start : start + chunk.num * token_bytes] = data
 
 
 def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
@@ -71,6 +97,40 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
 
     The pages are granted in any case, and their records are empty unless they are.
     """
+    if failure := _grant(executor, target, parts):
+        return failure
+    for part in parts:
+        assert not isinstance(part.memory, DevicePiece), "begin_scatter() is for those"
+        _write(executor.runner, target.pages, len(target.ids), part.memory, part.share)
+    return _finish(executor, target, parts)
+
+
+def begin_scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> StepHandle[Failure]:
+    """As scatter(), of regions in memory of the device or of the host: launched behind all steps so far."""
+    if failure := _grant(executor, target, parts):
+        return StepHandle.of(failure)
+    device, num_tokens = executor.runner.kv_device, len(target.ids)
+    assert device is not None
+    for memory, _, share in parts:
+        if not isinstance(memory, DevicePiece):
+            _write(executor.runner, target.pages, num_tokens, memory, share)
+            continue
+        body = memory.part(STAMP_BYTES, memory.num_bytes - 2 * STAMP_BYTES)
+        device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share)
+    event = device.record_event()
+
+    def collect() -> Failure:
+        event.wait()
+        # Another epoch may have granted them meanwhile.
+        if (executor.records.generations[target.pages] != target.generations).any():
+            return Failure.PAGES
+        return _finish(executor, target, parts)
+
+    return StepHandle(event, collect)
+
+
+def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
+    """Grants the pages. NONE: the parts may be copied to them."""
     records, runner, size = executor.records, executor.runner, executor.limits.page_size
     pages, num_tokens = target.pages, len(target.ids)
     is_known = -1 <= target.previous_page < executor.limits.num_pages
@@ -89,19 +149,35 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
         return Failure.PAGES
     if ((target.ids < 0) | (target.ids >= executor.limits.vocab_size)).any():
         return Failure.PAGES
-    if not _are_all_heads(runner.kv_share, parts):
-        return Failure.PAGES
-    for memory, _, share in parts:
-        token_bytes = runner.kv_part_bytes(share)
-        for chunk in chunks_of(num_tokens, token_bytes, _tokens_at_a_time(token_bytes)):
-            data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
-            runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, size), data, share)
+    return Failure.NONE if _are_all_heads(runner.kv_share, parts) else Failure.PAGES
+
+
+def _write(runner: ModelRunner, pages: IntArray, num_tokens: int, memory: ByteArray, share: KvShare) -> None:
+    """A region of the host to pages."""
+    token_bytes = runner.kv_part_bytes(share)
+    for chunk in chunks_of(num_tokens, token_bytes, _tokens_at_a_time(token_bytes)):
+        data = memory[chunk.offset : chunk.offset + chunk.num * token_bytes]
+        runner.write_kv(_token_indexes(pages, chunk.first, chunk.num, runner.page_size), data, share)
+
+
+def _finish(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
+    """The pages hold what the regions held, whatever that was."""
+    records, size = executor.records, executor.limits.page_size
     # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
-    if not all(has_stamps(part.memory, part.stamp) for part in parts):
+    if not all(_has_stamps(executor.runner, part) for part in parts):
         return Failure.STAMP
-    at = np.arange(num_tokens, dtype=np.int32)
-    records.extend(pages[at // size], at % np.int32(size), target.ids)
+    at = np.arange(len(target.ids), dtype=np.int32)
+    records.extend(target.pages[at // size], at % np.int32(size), target.ids)
     return Failure.NONE
+
+
+def _has_stamps(runner: ModelRunner, part: WrittenPart) -> bool:
+    memory, stamp = part.memory, part.stamp
+    if not isinstance(memory, DevicePiece):
+        return has_stamps(memory, stamp)
+    device, tail = runner.kv_device, memory.address + memory.num_bytes - STAMP_BYTES
+    assert device is not None
+    return all(device.read(address, STAMP_BYTES) == stamp for address in (memory.address, tail))
 
 
 def _are_all_heads(share: KvShare, parts: Sequence[WrittenPart]) -> bool:

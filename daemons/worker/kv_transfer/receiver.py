@@ -11,6 +11,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, Reception
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
@@ -50,6 +51,11 @@ class Region:
     def memory(self) -> ByteArray | None:
         """Its bytes; None once they are given back."""
         return None if self.held is None else self.held.array
+
+    @property
+    def written(self) -> ByteArray | DevicePiece | None:
+        """The memory that its writer wrote to; None once that is given back."""
+        return None if self.held is None else self.held.device_piece or self.held.array
 
     def change(self) -> asyncio.Future[None]:
         """Done at the next notify() after this call, whenever it is awaited."""

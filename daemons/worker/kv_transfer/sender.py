@@ -14,9 +14,17 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Emission
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, StagingPool
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, SendBuffer, checksum_of
+from radixmesh.daemons.worker.kv_transfer.transport import (
+    ByteArray,
+    KvTransport,
+    KvWriter,
+    SendBuffer,
+    checksum_of,
+    until_done,
+)
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -28,18 +36,22 @@ _NEXT_CHUNK_S = 120.0
 
 
 class Chunk:
-    """Gathered tokens that wait for their turn. offset: in the region."""
+    """Gathered tokens that wait for their turn. offset: in the region. buffer: None where they lie there already."""
 
-    def __init__(self, offset: int, buffer: SendBuffer, *, is_last: bool) -> None:
+    def __init__(self, offset: int, num_bytes: int, buffer: SendBuffer | None, *, is_last: bool) -> None:
         self.offset = offset
+        self.num_bytes = num_bytes
         self.buffer = buffer
-        self.memory = buffer.array
         self.is_last = is_last
         self.emission = Emission()
 
 
+Gather = Callable[[ByteArray | DevicePiece], Awaitable[object]]
+
+
 class KvSender:
-    """Of one transfer. on_over: told whether all was sent, the bytes, and the seconds since the first chunk."""
+    """Of one transfer. writer: instance id of this process. on_over: told whether all was sent, the bytes, and the
+    seconds since the first chunk."""
 
     def __init__(
         self,
@@ -47,6 +59,7 @@ class KvSender:
         address: str,
         stamp: bytes,
         epoch: int,
+        writer: str,
         pool: StagingPool,
         transport: KvTransport,
         on_over: Callable[[KvSender, bool, int, float], None],
@@ -56,20 +69,23 @@ class KvSender:
         self.next_token = region.first_token
         self._address = address
         self._stamp = np.frombuffer(stamp, np.uint8)
+        self._writer = writer
         self._pool = pool
         self._transport = transport
         self._on_over = on_over
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._began = 0.0
+        self._target: KvWriter | None = None
+        """While copies may be begun to where it says."""
+        self._is_open = asyncio.Event()
+        """There is a target, or will be none."""
+        self._placing: set[asyncio.Future[object]] = set()
+        self._began = time.monotonic()
         self._num_bytes = 0
         self._is_sent = False
         self._is_ended = False
 
-    async def add(
-        self, first_token: int, num_tokens: int, token_bytes: int, *, is_last: bool,
-        gather: Callable[[ByteArray], Awaitable[object]],
-    ) -> None:  # fmt: skip
+    async def add(self, first_token: int, num_tokens: int, token_bytes: int, *, is_last: bool, gather: Gather) -> None:
         """Gathers the next tokens; returns when their pages are the caller's again.
 
         Raises INVALID_ARGUMENT for tokens that are not the next ones, OVERLOADED, TRANSFER_FAILED for a transfer that
@@ -86,45 +102,70 @@ class KvSender:
             )
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
         if self.is_over():
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the transfer is over: prefill again")
+            raise _over()
         if self._chunks.qsize() >= _MAX_WAITING:
             message = f"{_MAX_WAITING} chunks wait to be written: send larger ones"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         size = num_tokens * token_bytes
         offset = STAMP_BYTES + (first_token - self.region.first_token) * token_bytes
-        chunk = Chunk(offset, self._new_buffer(size), is_last=is_last)
         self.next_token = end
+        if self._task is None and self._transport.may_place(self.region):
+            self._start()
         try:
-            await gather(chunk.memory)
+            chunk = await self._gathered(offset, size, gather, is_last=is_last)
         except BaseException:
-            chunk.emission.abort()
-            chunk.buffer.close()
-            self._pool.give_back(size)
             self.cancel()
             raise
         chunk.emission.gathered()
         if self.is_over():
             self._let_go(chunk, is_sent=False)
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the transfer is over: prefill again")
+            raise _over()
         self._chunks.put_nowait(chunk)
+        if self._task is None:
+            self._start()
 
     def is_over(self) -> bool:
         """True if nothing more is sent."""
         return self._is_ended
 
-    def start(self, writer: str) -> None:
-        """Begins to write."""
-        self._began = time.monotonic()
-        self._task = asyncio.ensure_future(self._run(writer))
-        # A task that is cancelled before it runs has no last line.
-        self._task.add_done_callback(self._over)
-
     def cancel(self) -> None:
         """Ends it, also before it begins. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-        else:
+        if self._task is None:
             self._is_ended = True
+        elif not self._task.cancelling():
+            self._task.cancel()
+
+    async def _gathered(self, offset: int, size: int, gather: Gather, *, is_last: bool) -> Chunk:
+        """Tokens in a buffer of this process, or in the region where the target has a place there."""
+        place = None
+        if self._task is not None and self._transport.may_place(self.region):
+            await self._is_open.wait()
+            if self._target is None:
+                raise _over()
+            place = self._target.place(offset, size)
+        if place is not None:
+            # The target is not left before it has run, whatever becomes of this call.
+            placing: asyncio.Future[object] = asyncio.ensure_future(gather(place))
+            self._placing.add(placing)
+            placing.add_done_callback(self._placing.discard)
+            await asyncio.shield(placing)
+            return Chunk(offset, size, None, is_last=is_last)
+        chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
+        try:
+            await gather(buffer.array)
+        except BaseException:
+            chunk.emission.abort()
+            buffer.close()
+            self._pool.give_back(size)
+            raise
+        return chunk
+
+    def _start(self) -> None:
+        """Begins to write."""
+        self._began = time.monotonic()
+        self._task = asyncio.ensure_future(self._run())
+        # A task that is cancelled before it runs has no last line.
+        self._task.add_done_callback(self._over)
 
     def _new_buffer(self, size: int) -> SendBuffer:
         """Raises OVERLOADED or NEVER_FITS."""
@@ -136,32 +177,46 @@ class KvSender:
             message = f"no memory for {size} bytes of KV: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"}) from error
 
-    async def _run(self, writer: str) -> None:
+    async def _run(self) -> None:
         try:
-            async with self._transport.open(self._address, self.region, writer) as target:
-                await target.write(0, self._stamp)
-                checksum = checksum_of(self._stamp)
-                is_last = False
-                while not is_last:
-                    async with asyncio.timeout(_NEXT_CHUNK_S):
-                        chunk = await self._chunks.get()
-                    try:
-                        await target.write(chunk.offset, chunk.memory)
-                        checksum = await asyncio.to_thread(checksum_of, chunk.memory, checksum)
-                    except BaseException:
-                        self._let_go(chunk, is_sent=False)
-                        raise
-                    self._let_go(chunk, is_sent=True)
-                    is_last = chunk.is_last
-                await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
-                await target.done(checksum_of(self._stamp, checksum))
+            async with self._transport.open(self._address, self.region, self._writer) as target:
+                self._target = target
+                self._is_open.set()
+                try:
+                    await self._write(target)
+                finally:
+                    self._target = None
+                    await until_done(self._placing)
             self._is_sent = True
         except (MeshError, TimeoutError) as error:
             message = str(error) or "no chunk came"
             log.info("kv_not_sent", transfer=self.region.transfer_id, peer=self._address, error=message)
 
+    async def _write(self, target: KvWriter) -> None:
+        """All chunks, as they come, and the last word."""
+        await target.write(0, self._stamp)
+        checksum = checksum_of(self._stamp)
+        is_last = False
+        while not is_last:
+            async with asyncio.timeout(_NEXT_CHUNK_S):
+                chunk = await self._chunks.get()
+            try:
+                if chunk.buffer is None:
+                    await target.placed(chunk.num_bytes)
+                else:
+                    await target.write(chunk.offset, chunk.buffer.array)
+                    checksum = await asyncio.to_thread(checksum_of, chunk.buffer.array, checksum)
+            except BaseException:
+                self._let_go(chunk, is_sent=False)
+                raise
+            self._let_go(chunk, is_sent=True)
+            is_last = chunk.is_last
+        await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
+        await target.done(checksum_of(self._stamp, checksum))
+
     def _over(self, task: asyncio.Task[None]) -> None:
         self._is_ended = True
+        self._is_open.set()
         while not self._chunks.empty():
             self._let_go(self._chunks.get_nowait(), is_sent=False)
         self._on_over(self, self._is_sent, self._num_bytes, time.monotonic() - self._began)
@@ -172,7 +227,12 @@ class KvSender:
         """The transport reads the chunk no more."""
         chunk.emission.handle_over(is_sent=is_sent)
         if is_sent:
-            self._num_bytes += len(chunk.memory)
+            self._num_bytes += chunk.num_bytes
         assert chunk.emission.is_buffer_free
-        chunk.buffer.close()
-        self._pool.give_back(len(chunk.memory))
+        if chunk.buffer is not None:
+            chunk.buffer.close()
+            self._pool.give_back(chunk.num_bytes)
+
+
+def _over() -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, "the transfer is over: prefill again")

@@ -28,11 +28,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.host_process import host_name
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory, to_the_end
 from radixmesh.worker.v1 import worker_pb2
 
 _NAME = "radixmesh-kv"
-_CONTROL_BYTES = mmap.PAGESIZE
+CONTROL_BYTES = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COPY_BYTES = 16 << 20
 # Its own, and that of its mapping. Half of all files are left to connections, and to what else is open.
@@ -44,7 +44,7 @@ class SharedMemory(RegionMemory):
 
     def __init__(self, num_bytes: int) -> None:
         self._fd: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        size = num_bytes + _CONTROL_BYTES
+        size = num_bytes + CONTROL_BYTES
         try:
             os.ftruncate(self._fd, size)
             # Nobody can shrink it below what others have mapped.
@@ -54,6 +54,11 @@ class SharedMemory(RegionMemory):
             self.close()
             raise
         self.array = self._bytes[:num_bytes]
+
+    @property
+    def control(self) -> ByteArray:
+        """The page behind the region, which its writer has mapped as well. First byte: the region was given up."""
+        return self._bytes[len(self.array) :]
 
     @property
     def writes_are_seen(self) -> bool:
@@ -69,7 +74,7 @@ class SharedMemory(RegionMemory):
     def is_writer_gone(self) -> bool:
         if self._fd is None:
             return True
-        self._bytes[len(self.array)] = 1
+        self.control[0] = 1
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,40 +98,46 @@ class SharedMemoryTransport(GrpcTransport):
         self._held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
         self._most = _raised_file_limit() // 2 // _FILES_A_REGION
 
-    def new_memory(self, num_bytes: int) -> RegionMemory:
-        if len(self._held) >= self._most:
-            return RegionMemory(num_bytes)
-        memory = SharedMemory(num_bytes)
+    @property
+    def has_files(self) -> bool:
+        """True if there may be one more region in shared memory."""
+        return len(self._held) < self._most
+
+    def held(self, memory: SharedMemory) -> SharedMemory:
+        """Counts its files for as long as it is there."""
         self._held.add(memory)
         return memory
+
+    def new_memory(self, num_bytes: int) -> RegionMemory:
+        return self.held(SharedMemory(num_bytes)) if self.has_files else RegionMemory(num_bytes)
 
     @asynccontextmanager
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
         async with super().open(address, region, writer) as words:
             assert isinstance(words, GrpcWriter)
-            fd = _opened(region)
+            fd = opened(region)
             if fd is None:
                 yield words
                 return
             try:
-                yield await _SharedWriter.begun(words, fd, region)
+                yield await SharedWriter.begun(words, fd, region)
             finally:
                 # The mapping has a copy of the descriptor: closing this one alone would not give the lock back.
                 fcntl.flock(fd, fcntl.LOCK_UN)
                 os.close(fd)
 
 
-class _SharedWriter(KvWriter):
+class SharedWriter(KvWriter):
     def __init__(self, words: GrpcWriter, target: ByteArray) -> None:
         self._words = words
         self._target = target
 
     @classmethod
-    async def begun(cls, words: GrpcWriter, fd: int, region: worker_pb2.TransferRegion) -> _SharedWriter:
+    async def begun(cls, words: GrpcWriter, fd: int, region: worker_pb2.TransferRegion) -> SharedWriter:
         """Raises TRANSFER_FAILED for a region that was given up."""
         # The receiver hears of its writer before that writes.
         await words.begin()
-        target = np.frombuffer(mmap.mmap(fd, region.num_bytes + _CONTROL_BYTES), np.uint8)
+        target = np.frombuffer(mmap.mmap(fd, region.num_bytes + CONTROL_BYTES), np.uint8)
         if target[region.num_bytes]:
             message = "the region was given up: its transfer is over"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
@@ -135,7 +146,8 @@ class _SharedWriter(KvWriter):
     async def write(self, offset: int, data: ByteArray) -> None:
         for start in range(0, len(data), _COPY_BYTES):
             part = data[start : start + _COPY_BYTES]
-            await _to_the_end(self._target[offset + start : offset + start + len(part)], part)
+            target = self._target[offset + start : offset + start + len(part)]
+            await to_the_end(asyncio.to_thread(np.copyto, target, part))
             await self._words.wrote(len(part))
 
     async def done(self, checksum: int) -> None:
@@ -150,17 +162,7 @@ def _raised_file_limit() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-async def _to_the_end(target: ByteArray, source: ByteArray) -> None:
-    """Copies on another thread. Cancelled, it waits for that all the same: the memory would be another's."""
-    copying = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
-    try:
-        await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        await asyncio.wait((copying,))
-        raise
-
-
-def _opened(region: worker_pb2.TransferRegion) -> int | None:
+def opened(region: worker_pb2.TransferRegion) -> int | None:
     """The region's file, locked; None where there is none that this process can open."""
     memory = region.shared_memory
     if not region.HasField("shared_memory") or memory.host != host_name():
@@ -176,7 +178,7 @@ def _opened(region: worker_pb2.TransferRegion) -> int | None:
         # One that somebody else could shrink would end this process by a signal as it writes.
         is_region = status.st_ino == memory.inode and seals & _SEALS == _SEALS
         # The receiver's alone asks for the lock without others, and gives it back at once.
-        if is_region and status.st_size == region.num_bytes + _CONTROL_BYTES:
+        if is_region and status.st_size == region.num_bytes + CONTROL_BYTES:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return fd
     if fd >= 0:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import grpc
+import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -15,6 +16,7 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.device_memory import check_device_memory
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
@@ -154,6 +156,7 @@ async def receive(
         message = "a writer begins with the region that it writes to"
         raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "region"})
     check_peer_names(transfer_id=first.region.transfer_id, instance_id=first.region.instance_id, writer=first.writer)
+    check_device_memory(first.region.device)
     process = _process_of(first)
     region, writer = transfers.open(first.region, first.writer, process), first.writer
     reading: asyncio.Future[worker_pb2.WriteTransferRequest | None] | None = None
@@ -205,8 +208,9 @@ async def _take(transfers: KvTransfers, region: Region, writer: str, request: wo
     if request.last_word == worker_pb2.TRANSFER_LAST_WORD_UNSPECIFIED:
         return
     is_done = request.last_word == worker_pb2.TRANSFER_LAST_WORD_DONE
-    is_sound, memory = True, region.memory
-    if is_done and memory is not None:
+    is_sound, memory = True, region.written
+    # Bytes on the device are looked at by their stamps alone.
+    if is_done and isinstance(memory, np.ndarray):
         is_sound = await asyncio.to_thread(checksum_of, memory) == request.checksum
     transfers.receiver.last_word(region, writer, is_done=is_done, is_sound=is_sound)
     if is_done:

@@ -8,23 +8,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, gather, scatter
+from radixmesh.daemons.worker.kv_transfer.page_io import (
+    Target,
+    WrittenPart,
+    begin_gather,
+    begin_scatter,
+    gather,
+    scatter,
+)
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
 from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -38,9 +47,16 @@ _POLL_S = 0.002
 _MOST_NAMED = 64
 
 
+class Follow(Protocol):
+    """As StepQueue.follow()."""
+
+    def __call__(self, start: Callable[[], StepHandle[T]], /) -> Awaitable[T]: ...
+
+
 class KvTransfers:
-    """run: runs a job on the step thread, behind all steps that were received. check_holder: raises EPOCH_FENCED unless
-    (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
+    """run: runs a job on the step thread, behind all steps that were received, when these are over. follow: launches
+    one there behind them, without waiting for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
+    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
 
     def __init__(
         self,
@@ -49,6 +65,7 @@ class KvTransfers:
         staging_bytes: int,
         transport: KvTransport | None,
         run: Callable[[Callable[[], object]], Awaitable[object]],
+        follow: Follow | None = None,
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
         figures: TransferFigures | None = None,
@@ -57,6 +74,7 @@ class KvTransfers:
         self._instance_id = instance_id
         self._transport = transport
         self._run = run
+        self._follow = follow
         self._check_holder = check_holder
         self._received_step = received_step
         self._figures = figures or TransferFigures()
@@ -172,8 +190,13 @@ class KvTransfers:
             with self._figures.timed("gather", len(memory)):
                 gather(executor, pages, generations, tokens, memory, part)
 
-        async def gathered(memory: ByteArray) -> None:
-            await self._to_the_end(lambda: job(memory))
+        async def gathered(memory: ByteArray | DevicePiece) -> None:
+            if not isinstance(memory, DevicePiece):
+                await to_the_end(self._run(lambda: job(memory)))
+                return
+            began = self._clock()
+            await self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+            self._figures.passed("gather", memory.num_bytes, self._clock() - began)
 
         sender = self._senders.get(region.transfer_id)
         is_new = sender is None
@@ -182,7 +205,9 @@ class KvTransfers:
                 message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
             stamp = _key_of(region).stamp()
-            sender = KvSender(region, request.address, stamp, request.epoch, self.staging, transport, self._sent)
+            sender = KvSender(
+                region, request.address, stamp, request.epoch, self._instance_id, self.staging, transport, self._sent
+            )
         elif sender.region != region or sender.epoch != request.epoch:
             message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
@@ -191,11 +216,9 @@ class KvTransfers:
         try:
             await sender.add(first_token, request.num_tokens, token_bytes, is_last=request.is_last, gather=gathered)
         except BaseException:
-            if is_new:
-                self._senders.pop(region.transfer_id, None)
+            if is_new and self._senders.get(region.transfer_id) is sender:
+                del self._senders[region.transfer_id]
             raise
-        if is_new:
-            sender.start(self._instance_id)
 
     def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
         """Ends a transfer, whichever end of it this is. is_writer_gone: as of TransferReceiver.abort(). Unknown ids are
@@ -205,7 +228,8 @@ class KvTransfers:
             sender.cancel()
 
     def _sent(self, sender: KvSender, is_sent: bool, num_bytes: int, seconds: float) -> None:
-        self._senders.pop(sender.region.transfer_id, None)
+        if self._senders.get(sender.region.transfer_id) is sender:
+            del self._senders[sender.region.transfer_id]
         self.num_sent += is_sent
         self.num_failed += not is_sent
         if is_sent:
@@ -244,13 +268,18 @@ class KvTransfers:
         parts = self._written_parts(regions, request.epoch)
         outcome = Failure.PAGES
 
-        def job() -> None:
+        async def scattered() -> None:
             nonlocal outcome
-            with self._figures.timed("scatter", sum(len(part.memory) for part in parts)):
-                outcome = scatter(executor, target, parts)
+            began = self._clock()
+            if any(isinstance(part.memory, DevicePiece) for part in parts):
+                outcome = await self._launched(lambda: begin_scatter(executor, target, parts))
+            else:
+                outcome = await self._done(lambda: scatter(executor, target, parts))
+            self._figures.passed("scatter", sum(part.num_bytes for part in parts), self._clock() - began)
 
         try:
-            await self._to_the_end(job)
+            # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
+            await to_the_end(scattered())
         finally:
             for region in regions:
                 self.receiver.scattered(region, outcome)
@@ -267,8 +296,9 @@ class KvTransfers:
         parts = []
         for region in regions:
             is_begun = region.reception.begin_scatter()
-            assert is_begun and region.memory is not None, region.reception.state
-            parts.append(WrittenPart(region.memory, region.key.stamp(), region.part))
+            memory = region.written
+            assert is_begun and memory is not None, region.reception.state
+            parts.append(WrittenPart(memory, region.key.stamp(), region.part))
         return parts
 
     async def watch(self, transfer_id: str) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
@@ -308,16 +338,19 @@ class KvTransfers:
             sender.cancel()
         if self._ticking is not None:
             self._ticking.cancel()
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _to_the_end(self, job: Callable[[], object]) -> None:
-        """Runs a job on the step thread. Cancelled, as when the scheduler dies, it waits for the job all the same: that
-        reads or writes staging memory, which would be another transfer's."""
-        running = asyncio.ensure_future(self._run(job))
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait((running,))
-            raise
+    async def _done(self, job: Callable[[], T]) -> T:
+        """Runs a job on the step thread when the steps before it are over."""
+        results: list[T] = []
+        await self._run(lambda: results.append(job()))
+        return results[0]
+
+    async def _launched(self, start: Callable[[], StepHandle[T]]) -> T:
+        """Launches work on the device behind the steps before it; returns when that has run."""
+        assert self._follow is not None, "a runner with a device has a step thread"
+        return await self._follow(start)
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.worker.v1 import worker_pb2
 
+T = TypeVar("T")
 ByteArray = npt.NDArray[np.uint8]
 
 # Bytes of one write: an event loop copies as many in about a tenth of a millisecond.
@@ -38,6 +41,11 @@ class RegionMemory:
         """True if the receiver itself copies what arrives: a region that it gives up is not written any more."""
         return True
 
+    @property
+    def device_piece(self) -> DevicePiece | None:
+        """Memory of the device to which its writer wrote; None: to `array`, or there is no writer yet."""
+        return None
+
     def describe(self, region: worker_pb2.TransferRegion) -> None:
         """Adds to what a writer is told that by which it reaches this memory."""
 
@@ -59,6 +67,15 @@ class KvWriter(ABC):
     async def write(self, offset: int, data: ByteArray) -> None:
         """Writes bytes of the region, each once. Returns when `data` is not read any more. Raises MeshError."""
 
+    def place(self, offset: int, num_bytes: int) -> DevicePiece | None:
+        """Memory of the region that this process's device reaches: copies may write there instead, and have run before
+        this writer is left; None: all is given to write()."""
+        return None
+
+    async def placed(self, num_bytes: int) -> None:
+        """So many bytes were written where place() says. Raises MeshError."""
+        raise NotImplementedError
+
     @abstractmethod
     async def done(self, checksum: int) -> None:
         """Says the last word; returns when the receiver has heard it. checksum: CRC-32 of all bytes in order. Raises
@@ -71,6 +88,18 @@ class KvTransport(ABC):
     @abstractmethod
     def new_memory(self, num_bytes: int) -> RegionMemory:
         """Memory of a region that others write to."""
+
+    def use_device(self, device: KvDevice) -> None:
+        """The runner's device, from which KV may go to others without the host. Takes a while. Default: it does not."""
+        return
+
+    def may_place(self, region: worker_pb2.TransferRegion) -> bool:
+        """True if a writer of the region may have a place() for KV."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        return
 
     def new_buffer(self, num_bytes: int) -> SendBuffer:
         """Memory that writers may be given `data` from. Raises MemoryError."""
@@ -92,6 +121,23 @@ class KvTransport(ABC):
         async with self.open(address, region, writer) as target:
             await target.write(0, memory)
             await target.done(checksum_of(memory))
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Awaits work. Cancelled, it waits for that all the same: memory that it uses would be another's meanwhile."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await until_done((running,))
+        raise
+
+
+async def until_done(running: Iterable[asyncio.Future[T]]) -> None:
+    """Waits for all of them, cancelled or not, once or more often."""
+    while pending := [future for future in running if not future.done()]:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(pending)
 
 
 def checksum_of(memory: ByteArray, before: int = 0) -> int:

@@ -8,6 +8,7 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
-from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadsOrNext
+from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
@@ -72,7 +73,7 @@ class StepExecutor:
         self.records = PageRecordTable(self.limits)
         self.host = HostTier(runner.host_pool, self.limits) if runner.host_pool is not None else None
         """None: KV is on the device alone."""
-        self._waiting: LoadsOrNext | None = None
+        self._waiting: LoadOrNext | None = None
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
@@ -128,8 +129,8 @@ class StepExecutor:
             return step
         if plan.has_forward:
             return StepHandle(step.event, partial(self._with_loaded, host, step))
-        self._waiting = waiting = LoadsOrNext(host.event)
-        return StepHandle(waiting, partial(self._with_loaded, host, step, waiting, host.last_op))
+        self._waiting = waiting = LoadOrNext(host.next_event)
+        return StepHandle(waiting, partial(self._with_loaded, host, step, waiting))
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
@@ -155,13 +156,13 @@ class StepExecutor:
         return self._launch(plan, batch, ready_ns)
 
     def _with_loaded(
-        self, host: HostTier, step: StepHandle[StepResult], waiting: LoadsOrNext | None = None, last_op: int = 0
+        self, host: HostTier, step: StepHandle[StepResult], waiting: LoadOrNext | None = None
     ) -> StepResult:
-        """A step's result with the loads that have completed by now. waiting: those up to last_op are waited for, while
-        no other plan is there."""
+        """A step's result with the loads that have completed by now. waiting: for the first of them, while no other
+        plan is there: its request need not wait for those behind it."""
         result = step.result()
-        if waiting is not None and not waiting.is_passed:
-            host.wait_until(last_op)
+        if waiting is not None:
+            waiting.wait()
         loaded = host.take_loaded(self.records)
         return replace(result, loaded_ops=loaded) if loaded else result
 
@@ -169,8 +170,9 @@ class StepExecutor:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
         self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        followed = None
         if running.tokens is not None:
-            self._guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self._guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -181,7 +183,7 @@ class StepExecutor:
             return StepHandle.of(builder.build_forward(batch, output))
         is_asynchronous = self.runner.is_asynchronous
         written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
-        settle = partial(self._settle, plan.step_id, running, batch, written, builder)
+        settle = partial(self._settle, plan.step_id, running, batch, written, builder, followed)
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
@@ -333,14 +335,18 @@ class StepExecutor:
         batch: ForwardBatch,
         written: Written,
         builder: ResultBuilder,
+        followed: threading.Lock | None,
     ) -> StepResult:
-        """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
+        """Tokens and records take in what the step computed; those of slots and pages that moved on do not. followed:
+        of a step with masks behind it, as of `SlotGuides.launched`.
 
         Steps settle in the order of their launches.
         """
         assert next(iter(self._launched)) == step_id, "steps settle in the order of their launches"
         del self._launched[step_id]
         output = running.result()
+        if followed is not None:
+            self._guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])

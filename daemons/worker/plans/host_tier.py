@@ -54,12 +54,12 @@ class _Save(NamedTuple):
     generations: IntArray
 
 
-class LoadsOrNext(DeviceEvent):
-    """The end of loads, or the next plan, whichever comes first: answers keep their order, and one that waited for
-    loads alone would hold up those of requests that came meanwhile."""
+class LoadOrNext(DeviceEvent):
+    """The end of a load, or the next plan, whichever comes first: answers keep their order, and one that waited for
+    a load alone would hold up those of requests that came meanwhile."""
 
-    def __init__(self, loads: DeviceEvent) -> None:
-        self._loads, self._next = loads, threading.Event()
+    def __init__(self, load: DeviceEvent) -> None:
+        self._load, self._next = load, threading.Event()
 
     @property
     def is_passed(self) -> bool:
@@ -68,7 +68,7 @@ class LoadsOrNext(DeviceEvent):
 
     @property
     def is_done(self) -> bool:
-        return self._next.is_set() or self._loads.is_done
+        return self._next.is_set() or self._load.is_done
 
     def pass_on(self) -> None:
         """The next plan is there."""
@@ -76,9 +76,9 @@ class LoadsOrNext(DeviceEvent):
 
     def wait(self) -> None:
         while not self.is_done:
-            self._loads.wait_beside(self._next, _POLL_S)
+            self._load.wait_beside(self._next, _POLL_S)
         if not self.is_passed:
-            self._loads.wait()  # Raises what the device says if it has failed.
+            self._load.wait()  # Raises what the device says if it has failed.
 
 
 class HostTier:
@@ -102,9 +102,9 @@ class HostTier:
         self._last_steps = np.zeros(limits.num_pages, np.int64)
 
     @property
-    def event(self) -> DeviceEvent:
-        """Behind all loads."""
-        return self._loading[-1].event if self._loading else DONE
+    def next_event(self) -> DeviceEvent:
+        """Behind the load that is over first."""
+        return self._loading[0].event if self._loading else DONE
 
     @property
     def last_op(self) -> int:
@@ -193,12 +193,6 @@ class HostTier:
             save = self._saving.popleft()
             save.event.wait()  # Raises what the device says if it has failed.
             self.records.commit(save.pages, save.generations)
-
-    def wait_until(self, op_id: int) -> None:
-        """Waits for the loads up to an op."""
-        for load in self._loading:
-            if load.op_id <= op_id:
-                load.event.wait()
 
     def take_loaded(self, device: PageRecordTable) -> tuple[int, ...]:
         """Op ids of loads that have completed and were not told of yet."""

@@ -60,7 +60,7 @@ class NixlBuffer:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
         self._id_dtype: torch.dtype = getattr(module, "topk_idx_t", torch.int64)
-        """Of ids, as its kernels were compiled."""
+        """Its kernels were compiled for ids of this one."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
             self._buffer = module.Buffer(

@@ -51,11 +51,10 @@ class SlotMasks(MaskMemory):
         where = device.torch_device
         self._device = device
         num_masks = 2 * num_slots
-        self._words_MW = device.host_ints(num_masks, -(-vocab_size // 32))
-        self._words: MaskWords = self._words_MW.numpy()
-        self.num_words = self._words.shape[1]
+        self._words_MW = device.locked_ints(num_masks, -(-vocab_size // 32), field="num_slots")
+        self.words: MaskWords = self._words_MW.numpy()
         self._host = HostMasks(
-            words_MW=torch.zeros(num_masks, self.num_words, dtype=torch.int32, device=where),
+            words_MW=torch.zeros_like(self._words_MW, device=where),
             positions_M=device.host_ints(num_masks),
         )
         self._positions: IntArray = self._host.positions_M.numpy()
@@ -144,8 +143,7 @@ class SlotMasks(MaskMemory):
             self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, words: MaskWords, rows: Sequence[int], positions: Sequence[int]) -> None:
-        self._words[rows] = words
+    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
         self._positions[rows] = positions
 
@@ -158,10 +156,10 @@ class _Row(MaskSink):
     def __init__(self, masks: SlotMasks, row: int) -> None:
         self.memory = self._masks = masks
         self.row = row
-        self.words = np.zeros(masks.num_words, np.int32)
+        self.words = masks.words[row]
 
     def publish(self, position: int) -> None:
-        self._masks.publish(self.words[None], [self.row], [position])
+        self._masks.publish([self.row], [position])
 
     def release(self) -> None:
         self._masks.release(self.row)

@@ -861,7 +861,7 @@ class RenewTransfersResponse(_message.Message):
     def __init__(self, num_renewed: _Optional[int] = ...) -> None: ...
 
 class TransferRegion(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "instance_id", "epoch", "first_token", "num_tokens", "num_bytes", "kv", "shared_memory", "nixl")
+    __slots__ = ("transfer_id", "incarnation", "instance_id", "epoch", "first_token", "num_tokens", "num_bytes", "kv", "shared_memory", "nixl", "device")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -872,6 +872,7 @@ class TransferRegion(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: int
     instance_id: str
@@ -882,7 +883,18 @@ class TransferRegion(_message.Message):
     kv: KvFormat
     shared_memory: SharedMemory
     nixl: NixlRegion
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., nixl: _Optional[_Union[NixlRegion, _Mapping]] = ...) -> None: ...
+    device: DeviceMemory
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., nixl: _Optional[_Union[NixlRegion, _Mapping]] = ..., device: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("handle", "offset", "owner")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset: int
+    owner: HostProcess
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., owner: _Optional[_Union[HostProcess, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("host", "pid", "fd", "inode")

@@ -1,0 +1,191 @@
+"""Chats with a host tier in virtual time: the figures of bench/gpu/tiers.py that a GPU and its bus allow.
+
+    python bench/tier_model.py                       # the 8B shape in bf16 on an H100, host memory at 48 GB/s
+    python bench/tier_model.py --slowdown 0.5        # steps take half as long again while a load runs
+
+The real planner and executor run; steps and loads take what --base-us and the like say, and a call of either side takes
+--host-us. A load begins when its plan is launched, one after the other, beside the steps. What the bench on a GPU loses
+against this is lost to copies that steps wait for, or to the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from gpu.tiers import Chats
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.simulated.clock import VirtualClock
+from radixmesh.daemons.worker.simulated.host_pool import SimulatedHostPool
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.simulated.token_source import Alphabet
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+
+_TOKEN_BYTES = 128 << 10
+_PAGE_SIZE = 16
+_VOCAB = 32_000
+
+
+@dataclass
+class Host:
+    """Time of the thread that plans and launches, ns. It runs behind the device's: that one's steps are computed when
+    they are launched."""
+
+    now_ns: int = 0
+    call_ns: int = 0
+
+    def until(self, end_ns: int) -> None:
+        """Waits for the device, and reads what it says."""
+        self.now_ns = max(self.now_ns, end_ns) + self.call_ns
+
+    def seconds(self) -> float:
+        return self.now_ns * 1e-9
+
+
+class SlowedClock(VirtualClock):
+    """Steps take `slowdown` times longer while loads run. loads: their starts and ends, ns."""
+
+    def __init__(self, slowdown: float) -> None:
+        super().__init__()
+        self._slowdown = slowdown
+        self.loads: list[tuple[int, int]] = []
+
+    def run(self, duration_ns: int, ready_ns: int) -> tuple[int, int]:
+        start, end = max(self._end_ns, ready_ns), max(self._end_ns, ready_ns) + duration_ns
+        beside = sum(max(0, min(last, end) - max(first, start)) for first, last in self.loads[-8:])
+        self._end_ns = end + int(self._slowdown * beside)
+        return start, self._end_ns
+
+
+class BusPool(SimulatedHostPool):
+    """Loads follow each other over the bus from the time on when the host asks for them."""
+
+    def __init__(self, runner: TimedRunner, num_bytes: int, load_token_us: float) -> None:
+        super().__init__(
+            num_bytes, runner.kv, runner.page_size, runner.clock, poison=np.uint64(1), load_token_us=load_token_us
+        )
+        self._host, self._loads, self._free_ns = runner.host, runner.loads, 0
+
+    def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> DeviceEvent:
+        self._finish_saves(host_pages=host_pages)
+        self.overwritten(device_pages)
+        self.device[device_pages] = self.rows[host_pages]
+        start = max(self._free_ns, self._host.now_ns)
+        self._free_ns = start + self._ns_a_page * len(device_pages)
+        self._loads.append((start, self._free_ns))
+        return _End(self._host, self._free_ns)
+
+
+class _End(DeviceEvent):
+    def __init__(self, host: Host, end_ns: int) -> None:
+        self._host, self._end_ns = host, end_ns
+
+    @property
+    def is_done(self) -> bool:
+        return self._host.now_ns >= self._end_ns
+
+    def wait_beside(self, other: object, seconds: float) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        self._host.until(self._end_ns)
+
+
+class TimedRunner(SimulatedRunner):
+    """Of a machine that `args` describe."""
+
+    def __init__(self, args: argparse.Namespace, max_total_len: int) -> None:
+        clock = SlowedClock(args.slowdown)
+        super().__init__(
+            page_size=_PAGE_SIZE,
+            num_pages=int(args.kv_gb * 1e9) // _TOKEN_BYTES // _PAGE_SIZE,
+            vocab_size=_VOCAB,
+            max_total_len=max_total_len,
+            alphabet=Alphabet.of(_VOCAB, eos_ids=[1], eos_rate=0.0),
+            latency=LatencyModel(
+                base=args.base_us,
+                per_decode_row=args.row_us,
+                per_decode_context=args.kv_token_us,
+                per_prefill_token=args.prefill_token_us,
+                per_prefill_context=args.prefill_pair_us,
+            ),
+            clock=clock,
+        )
+        self.host, self.loads = Host(call_ns=int(1000 * args.host_us)), clock.loads
+        self._load_token_us = _TOKEN_BYTES / args.bus_gbps / 1000
+
+    def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
+        self.host_pool = BusPool(self, num_bytes, self._load_token_us)
+
+
+class TimedExecutor(StepExecutor):
+    def launch(self, plan: StepPlan, *, ready_ns: int = 0) -> StepHandle[StepResult]:
+        runner = self.runner
+        assert isinstance(runner, TimedRunner)
+        runner.host.now_ns += runner.host.call_ns
+        step = super().launch(plan, ready_ns=runner.host.now_ns)
+        end_ns = runner.clock.now_ns()
+
+        def collect() -> StepResult:
+            if plan.has_forward:
+                runner.host.until(end_ns)
+            return step.result()
+
+        return StepHandle(step.event, collect)
+
+
+class TimedChats(Chats):
+    executor_class = TimedExecutor
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv-gb", type=float, default=8.0)
+    parser.add_argument("--host-gb", type=float, default=80.0)
+    parser.add_argument("--working-set", type=float, default=8.0)
+    parser.add_argument("--chat-tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--message-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--chunk-tokens", type=int, default=4096)
+    parser.add_argument("--bus-gbps", type=float, default=48.0)
+    parser.add_argument("--slowdown", type=float, default=0.0)
+    parser.add_argument("--host-us", type=float, default=150.0)
+    parser.add_argument("--base-us", type=float, default=5000.0, help="15 GB of weights at 3 TB/s")
+    parser.add_argument("--row-us", type=float, default=15.0)
+    parser.add_argument("--kv-token-us", type=float, default=0.047, help="128 KiB at 2.8 TB/s")
+    parser.add_argument("--prefill-token-us", type=float, default=24.0, help="15 GFLOP at 620 TFLOP/s")
+    parser.add_argument("--prefill-pair-us", type=float, default=0.00105, help="attention, a pair of tokens")
+    args = parser.parse_args(arguments)
+    report: dict[str, object] = dict(vars(args))
+    for chat_tokens in args.chat_tokens:
+        turns: dict[str, dict[str, object]] = {}
+        clients = 0
+        for policy in ("device", "write_through"):
+            runner = TimedRunner(args, chat_tokens + _PAGE_SIZE)
+            runner.add_host_pool(int(args.host_gb * 1e9) // _TOKEN_BYTES * runner.kv_token_bytes)
+            chats = TimedChats(runner, args, policy, chat_tokens, runner.host.seconds)
+            chats.fill()
+            turns[policy] = chats.turn()
+            clients = chats.clients
+        device, tiered = turns["device"], turns["write_through"]
+        ratios = {name: round(tiered[name] / device[name], 3) for name in ("tok_s", "ttft_mean_ms")}  # type: ignore[operator]
+        for turn in turns.values():
+            del turn["decodes"], turn["saving_cost"]
+        report[f"chats of {chat_tokens}"] = {"clients": clients, **turns, "write_through over device": ratios}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

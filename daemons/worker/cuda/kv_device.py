@@ -1,0 +1,83 @@
+"""KV of a GPU's pages to and from staging memory of this GPU, or of another one that is mapped here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.ranks.peer_memory import PeerMemory
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
+from radixmesh.daemons.worker.step_handle import DeviceEvent
+
+# Numbers of tokens for which Triton compiles the copies: any, one, multiples of 16.
+_COMPILED_FOR = (3, 1, 16)
+
+
+class PoolDevice(KvDevice):
+    """received: told, in order with the steps, of tokens that came from elsewhere."""
+
+    def __init__(
+        self, device: Device, pool: KvPool, memory: PeerMemory, received: Callable[[torch.Tensor], None]
+    ) -> None:
+        assert pool.copies_by_address
+        self._device, self._pool, self._memory, self._received = device, pool, memory, received
+
+    @torch.inference_mode()
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
+        with self._device.in_order():
+            self._pool.gather_to(self._sent(indexes), target.address, part)
+
+    @torch.inference_mode()
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+        with self._device.in_order():
+            tokens = self._sent(indexes)
+            self._pool.scatter_from(tokens, source.address, part)
+            self._received(tokens)
+
+    def record_event(self) -> DeviceEvent:
+        return self._device.record_event()
+
+    def allocate(self, num_bytes: int) -> int:
+        with self._device.in_order():
+            return self._memory.allocate(num_bytes)
+
+    def handle(self, address: int) -> bytes:
+        with self._device.in_order():
+            return self._memory.handle(address)
+
+    def open(self, handle: bytes) -> DevicePiece:
+        with self._device.in_order():
+            address = self._memory.open(handle)
+            return DevicePiece(address, self._memory.size(address))
+
+    def close(self, address: int) -> None:
+        with self._device.in_order():
+            self._memory.close(address)
+
+    def write(self, address: int, data: bytes) -> None:
+        with self._device.in_order():
+            self._memory.write(address, data)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        with self._device.in_order():
+            return self._memory.read(address, num_bytes)
+
+    def warm_up(self, memory: DevicePiece) -> None:
+        for num in _COMPILED_FOR:
+            piece = memory.part(0, num * self._pool.token_bytes)
+            indexes = np.arange(num, dtype=np.int32)
+            self.gather(indexes, piece, None)
+            self.scatter(indexes, piece, None)
+        self.record_event().wait()
+
+    def _sent(self, indexes: IntArray) -> torch.Tensor:
+        """The same on the device."""
+        tokens = torch.empty(len(indexes), dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(indexes, tokens)
+        return tokens

@@ -1,0 +1,122 @@
+"""Staging memory of a device, and what copies KV between it and pages without the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import insort
+from typing import NamedTuple
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
+from radixmesh.daemons.worker.step_handle import DeviceEvent
+from radixmesh.worker.v1 import worker_pb2
+
+HANDLE_BYTES = 64
+"""Of CUDA's name of an allocation."""
+
+
+class DevicePiece(NamedTuple):
+    """Memory of a device, or of another one that is mapped there. address: as its kernels have it."""
+
+    address: int
+    num_bytes: int
+
+    def part(self, offset: int, num_bytes: int) -> DevicePiece:
+        """Some of its bytes."""
+        assert offset >= 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
+        return DevicePiece(self.address + offset, num_bytes)
+
+
+class KvDevice(ABC):
+    """The device of a runner's KV pages, as transfers use it. gather() and scatter() are launched on the step thread,
+    behind all steps so far, and have run when an event behind them is done. The others block, on any thread."""
+
+    @abstractmethod
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
+        """Copies what read_kv() gives of tokens and heads to memory."""
+
+    @abstractmethod
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+        """Copies to pages as write_kv() does, from memory."""
+
+    @abstractmethod
+    def record_event(self) -> DeviceEvent:
+        """An event behind all work so far."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> int:
+        """Address of new memory that lives as long as this process, and that others can map. Raises UNSUPPORTED."""
+
+    @abstractmethod
+    def handle(self, address: int) -> bytes:
+        """The name of such memory for other processes of this host. Raises UNSUPPORTED."""
+
+    @abstractmethod
+    def open(self, handle: bytes) -> DevicePiece:
+        """Another process's memory, as it is mapped here. Raises UNSUPPORTED where there is no way to it."""
+
+    @abstractmethod
+    def close(self, address: int) -> None:
+        """Gives back what open() gave. The process behind it may be gone."""
+
+    @abstractmethod
+    def write(self, address: int, data: bytes) -> None:
+        """Copies bytes to memory."""
+
+    @abstractmethod
+    def read(self, address: int, num_bytes: int) -> bytes:
+        """Bytes of memory."""
+
+    @abstractmethod
+    def warm_up(self, memory: DevicePiece) -> None:
+        """Compiles the copies, with memory that nobody uses and pages that hold nothing yet."""
+
+
+def check_device_memory(memory: worker_pb2.DeviceMemory) -> None:
+    """Raises INVALID_ARGUMENT for what a peer sends that is too long to name memory."""
+    check_peer_names(host=memory.owner.host)
+    if len(memory.handle) > HANDLE_BYTES:
+        message = f"handle has {len(memory.handle)} bytes: send {HANDLE_BYTES}, as CUDA gives them"
+        details = {"field": "handle", "max": str(HANDLE_BYTES)}
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, details)
+
+
+class Pieces:
+    """Pieces of one allocation that are lent, each from a multiple of `alignment` on."""
+
+    def __init__(self, num_bytes: int, alignment: int) -> None:
+        self.num_bytes = num_bytes
+        self._alignment = alignment
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]
+        """Pieces [start, end) that nobody has, by start; no two of them touch."""
+
+    @property
+    def num_free(self) -> int:
+        """Bytes that nobody has."""
+        return sum(end - start for start, end in self._free)
+
+    def take(self, num_bytes: int) -> int:
+        """Offset of a piece. Raises MemoryError, also where the free bytes do not lie together."""
+        size = self._rounded(num_bytes)
+        for at, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[at : at + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        raise MemoryError(f"{size} bytes of staging do not lie together")
+
+    def give_back(self, start: int, num_bytes: int) -> None:
+        """Nobody reads or writes a piece any more."""
+        insort(self._free, (start, start + self._rounded(num_bytes)))
+        merged: list[tuple[int, int]] = []
+        for part in self._free:
+            if merged and merged[-1][1] == part[0]:
+                merged[-1] = (merged[-1][0], part[1])
+            else:
+                merged.append(part)
+        self._free = merged
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment

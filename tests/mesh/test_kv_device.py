@@ -1,0 +1,250 @@
+"""KV from GPU to GPU: memory of a device is its writer's until its copies are over, whatever has become of it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+
+import grpc
+import numpy as np
+import pytest
+from mesh.test_kv_transfer import Pair, pages_of, pair, prefill
+from mesh.test_kv_transports import PROCESS_S, given_to, until
+from mesh.test_late_writers import NUM_TOKENS, _ended, checksums
+from support.host_kv_device import HostKvDevice
+from support.kv_writers import write_to_device
+
+from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.worker.kv_transfer import device_transport
+from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
+from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
+from radixmesh.worker.v1 import worker_pb2
+
+DEVICE = TransferTransport.DEVICE
+ONES = [1] * NUM_TOKENS
+
+
+def device_of(both: Pair, number: int) -> HostKvDevice:
+    return both.core(number).executor.runner.kv_device
+
+
+def slab_of(both: Pair) -> Pieces:
+    return both.core(1).transfers._transport._slab.pieces
+
+
+async def sent(both: Pair, name: str = "t") -> worker_pb2.TransferRegion:
+    region = await both.prepare(name)
+    await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+    assert (await both.last_state(name)).state == worker_pb2.TRANSFER_STATE_WRITTEN
+    return region
+
+
+@pytest.mark.parametrize("backend", ["simulated", "cpu"])
+async def test_what_arrives_is_what_was_computed(backend: str) -> None:
+    async with pair(backend, transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        assert slab_of(both).num_free < slab_of(both).num_bytes
+        before, target = checksums(both), range(100, 100 + NUM_TOKENS)
+        assert (await both.commit(target)).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        theirs = both.core(0).executor.runner.read_kv(as_ints(range(NUM_TOKENS)))
+        assert (both.core(1).executor.runner.read_kv(as_ints(target)) == theirs).all()
+        changed = {page for page, (a, b) in enumerate(zip(checksums(both), before, strict=True)) if a != b}
+        assert changed <= set(target)
+        assert both.core(1).executor.records.filled[list(target)].all()
+        assert (device_of(both, 0).num_gathered, device_of(both, 1).num_scattered) == (1, 1), "not by the host"
+        transfers = both.core(1).transfers
+        assert not transfers.staging.num_bytes and slab_of(both).num_free == slab_of(both).num_bytes
+        assert both.core(0).transfers.num_sent == transfers.num_received == 1
+
+
+@pytest.mark.parametrize("end", ["abort", "both aborts", "epoch"])
+async def test_memory_stays_the_writers_while_its_kernel_runs(end: str) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        device_of(both, 0).goes_on.clear()
+        region = await both.prepare()
+        running = asyncio.ensure_future(_ended(both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)))
+        await until(lambda: device_of(both, 0).num_gathered == 1)
+        transfers, sender = both.core(1).transfers, both.core(0).transfers
+        if end == "both aborts":
+            # More than once: none of them may leave the region early.
+            for _ in range(3):
+                sender.abort("t")
+                await asyncio.sleep(0.05)
+        if end == "epoch":
+            transfers.begin_epoch(2)
+        else:
+            transfers.abort("t")
+        await asyncio.sleep(1.5)
+        assert transfers.receiver.num_quarantined_bytes == transfers.staging.num_bytes == region.num_bytes
+        device_of(both, 0).goes_on.set()
+        await running
+        await until(lambda: not transfers.staging.num_bytes)
+        assert slab_of(both).num_free == slab_of(both).num_bytes and not sender._senders
+        assert sender.num_failed == transfers.num_failed == 1
+
+
+async def test_a_call_that_is_cancelled_leaves_no_kernel_behind() -> None:
+    """As of a scheduler that dies while its chunk is gathered."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        device_of(both, 0).goes_on.clear()
+        region = await both.prepare()
+        call = both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+        running = asyncio.ensure_future(_ended(call))
+        await until(lambda: device_of(both, 0).num_gathered == 1)
+        call.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        transfers = both.core(1).transfers
+        await asyncio.sleep(0.3)
+        transfers.abort("t")
+        assert transfers.staging.num_bytes == region.num_bytes
+        device_of(both, 0).goes_on.set()
+        await until(lambda: not transfers.staging.num_bytes)
+
+
+@pytest.mark.parametrize("where", ["head", "tail"])
+async def test_stamps_of_another_region_are_seen_behind_the_scatter(where: str) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        piece = both.core(1).transfers.receiver.get("t").written
+        assert isinstance(piece, DevicePiece)
+        at = piece.address if where == "head" else piece.address + piece.num_bytes - 1
+        device_of(both, 1).write(at, bytes([device_of(both, 1).read(at, 1)[0] ^ 1]))
+        answer = await both.commit(range(100, 100 + NUM_TOKENS))
+        assert answer.state == worker_pb2.TRANSFER_STATE_FAILED and answer.failure == Failure.STAMP
+        assert not both.core(1).executor.records.filled[100 : 100 + NUM_TOKENS].any()
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+
+
+async def test_pages_that_another_epoch_has_granted_get_no_records() -> None:
+    """Its scatter was launched before, and is seen to be over behind that."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        device, records = device_of(both, 1), both.core(1).executor.records
+        record_event, target = device.record_event, list(range(100, 100 + NUM_TOKENS))
+
+        def granted_meanwhile():
+            records.generations[target] += 1
+            return record_event()
+
+        device.record_event = granted_meanwhile
+        answer = await both.commit(target)
+        assert answer.failure == Failure.PAGES and not records.filled[target].any()
+
+
+async def test_regions_that_have_no_place_on_the_device_lie_in_shared_memory() -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        slab_of(both).take(slab_of(both).num_bytes)
+        region = await sent(both)
+        assert not region.HasField("device") and region.HasField("shared_memory")
+        assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        assert not device_of(both, 0).num_gathered and not device_of(both, 1).num_scattered
+
+
+@pytest.mark.parametrize("wrong", ["offset", "handle", "length"])
+async def test_what_names_no_memory_is_not_written_to(wrong: str) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        region = await both.prepare()
+        if wrong == "offset":
+            region.device.offset = (1 << 64) - region.num_bytes - 1
+        else:
+            region.device.handle = b"/nowhere".ljust(64 if wrong == "handle" else 63, b"\0")
+        longer = worker_pb2.TransferRegion()
+        longer.CopyFrom(region)
+        longer.device.handle = b"0" * 65
+        with pytest.raises(grpc.aio.AioRpcError, match="handle has 65 bytes"):
+            await both.start(longer, pages_of(1, 0, NUM_TOKENS), ONES)
+        await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+        # It goes another way.
+        assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN
+        assert not device_of(both, 0).num_gathered
+        assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
+
+
+@pytest.mark.parametrize("how", ["dies", "ends"])
+async def test_memory_of_a_device_is_its_writers_until_that_process_is_gone(how: str) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        transfers = both.core(1).transfers
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=write_to_device, args=(both.workers[1].address, theirs))
+        process.start()
+        try:
+            region = await given_to(ours, both)
+            held = transfers.receiver.get("t")
+            assert await asyncio.to_thread(ours.poll, PROCESS_S) and ours.recv() == "placed"
+            assert isinstance(held.written, DevicePiece)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            transfers.abort("t")
+            await asyncio.sleep(1.5)
+            assert transfers.receiver.num_quarantined_bytes == transfers.staging.num_bytes == region.num_bytes
+            if how == "dies":
+                process.kill()
+                await asyncio.to_thread(process.join)
+                # Its lock is free at once. What it had launched may come for a while yet.
+                await asyncio.sleep(0.5)
+                assert transfers.staging.num_bytes == region.num_bytes
+            else:
+                os.kill(process.pid, signal.SIGCONT)
+            await until(lambda: not transfers.staging.num_bytes)
+            assert slab_of(both).num_free == slab_of(both).num_bytes and not len(transfers.receiver)
+            assert held.reception.state is ReceiveState.FAILED
+        finally:
+            process.kill()
+            process.join()
+
+
+async def test_memory_of_a_process_that_has_ended_is_mapped_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device would keep it, and the process that takes its place would find it taken."""
+    monkeypatch.setattr(device_transport, "_WATCH_S", 0.02)
+    device, closed = HostKvDevice(None), []
+    monkeypatch.setattr(device, "close", closed.append)
+    own = HostProcess.own()
+    region = worker_pb2.TransferRegion(num_bytes=100)
+    mappings = device_transport.Mappings(device)
+    for name, process in (("here", own), ("gone", own._replace(started=own.started + 1))):
+        region.device.handle = device.handle(device.allocate(1000))
+        region.device.owner.CopyFrom(worker_pb2.HostProcess(**process._asdict()))
+        mapping = await mappings.take(region)
+        assert mapping is not None and await mappings.take(region) is mapping and mapping.num_users == 2, name
+    await asyncio.sleep(0.2)
+    assert not closed, "there are writers"
+    mapping.num_users = 0
+    await until(lambda: closed == [mapping.memory.address])
+    assert len(mappings._mapped) == 1
+    mappings.close()
+
+
+def test_pieces_are_nobody_elses() -> None:
+    rng, pieces, taken = np.random.default_rng(22), Pieces(1 << 16, 256), {}
+    owner = np.zeros(1 << 16, np.int64)
+    for step in range(1, 3000):
+        if taken and rng.random() < 0.5:
+            number = list(taken)[rng.integers(len(taken))]
+            start, size = taken.pop(number)
+            assert (owner[start : start + size] == number).all()
+            owner[start : start + size] = 0
+            pieces.give_back(start, size)
+            continue
+        try:
+            start = pieces.take(size := int(rng.integers(1, 5000)))
+        except MemoryError:
+            continue
+        assert start % 256 == 0 and not owner[start : start + size].any()
+        owner[start : start + size], taken[step] = step, (start, size)
+    for start, size in taken.values():
+        pieces.give_back(start, size)
+    assert pieces.num_free == pieces.num_bytes and pieces.take(pieces.num_bytes) == 0
+    with pytest.raises(MemoryError):
+        pieces.take(1)

@@ -1,0 +1,113 @@
+"""A stand-in for a GPU that KV transfers use: memory of the host that other processes map as they would a GPU's.
+
+What a gather has read comes to its target on a thread of its own, when `goes_on` is set: a kernel that still runs while
+its process does other things.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.worker import __main__ as worker_main
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
+from support.host_peer_memory import HostPeerMemory
+
+
+class CopyEvent(DeviceEvent):
+    def __init__(self, copy: Future[None]) -> None:
+        self._copy = copy
+
+    @property
+    def is_done(self) -> bool:
+        return self._copy.done()
+
+    def wait(self) -> None:
+        self._copy.result()
+
+
+class HostKvDevice(KvDevice):
+    """can_open: False stands for GPUs that cannot reach each other."""
+
+    def __init__(self, runner: ModelRunner | None, *, can_open: bool = True) -> None:
+        self._runner = runner
+        self._memory = HostPeerMemory()
+        self._copies = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+        self.can_open = can_open
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.num_gathered = self.num_scattered = 0
+
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
+        assert self._runner is not None
+        data = self._runner.read_kv(indexes, part).tobytes()
+        assert len(data) == target.num_bytes
+
+        def copy() -> None:
+            self.goes_on.wait()
+            self.write(target.address, data)
+
+        self._last = self._copies.submit(copy)
+        self.num_gathered += 1
+
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+        assert self._runner is not None
+        data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
+        self._runner.write_kv(indexes, data, part)
+        self.num_scattered += 1
+
+    def record_event(self) -> DeviceEvent:
+        return DONE if self._last is None else CopyEvent(self._last)
+
+    def allocate(self, num_bytes: int) -> int:
+        return self._memory.allocate(num_bytes)
+
+    def handle(self, address: int) -> bytes:
+        return self._memory.handle(address)
+
+    def open(self, handle: bytes) -> DevicePiece:
+        if not self.can_open:
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "no way to the other GPU", {"feature": "kv"})
+        try:
+            address = self._memory.open(handle)
+        except OSError as error:
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, str(error), {"feature": "kv"}) from error
+        return DevicePiece(address, self._memory.size(address))
+
+    def close(self, address: int) -> None:
+        self._memory.close(address)
+
+    def write(self, address: int, data: bytes) -> None:
+        self._memory.write(address, data)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return self._memory.read(address, num_bytes)
+
+    def warm_up(self, memory: DevicePiece) -> None:
+        return
+
+
+@contextmanager
+def workers_have_devices(**fields: bool) -> Iterator[None]:
+    """Workers that load a model meanwhile have a stand-in for a GPU."""
+    load = worker_main.load_model
+
+    def load_model(*args: object) -> object:
+        model = load(*args)  # type: ignore[arg-type]
+        model.runner.kv_device = HostKvDevice(model.runner, **fields)
+        return model
+
+    with mock.patch.object(worker_main, "load_model", load_model):
+        yield
