@@ -51,6 +51,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 # Until then clients have imported what they need.
 _IMPORTS_S = 5.0
 _PROCESSES = 4
+_LOG_FIELDS = ("ts", "level", "daemon", "instance", "logger")
 _MOST_FIRST_S, _MOST_GAP_S = 1.0, 0.020
 _EXTRA = """
   {name}: &{name}
@@ -174,6 +175,8 @@ async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
             for field in ("num_kv_handed_over", "num_kv_arrived", "num_kv_failed", "prefilled_tokens")
         }
     for name in names(args, "worker"):
+        lines = [json.loads(line) for line in mesh.cluster.recent_lines(name) if '"event": "kv_' in line]
+        told[f"{name} says"] = [{key: line[key] for key in line if key not in _LOG_FIELDS} for line in lines]
         found = await metrics_of(mesh.cluster.address(name, 1, 9100))
         told[name] = {
             key.removeprefix("radixmesh_kv_"): round(value, 4)

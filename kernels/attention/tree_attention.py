@@ -64,7 +64,8 @@ def plan_trees(prefix_lens_B: torch.Tensor, workspace: TreeWorkspace) -> None:
     """
     if prefix_lens_B.dtype != torch.int32:
         raise ValueError(f"lengths must be int32, not {prefix_lens_B.dtype}")
-    workspace.plan.fill(prefix_lens_B, None, None, least_tiles=0)
+    # A row without a prefix may be anywhere among the others: it has a tile of which nothing is seen.
+    workspace.plan.fill(prefix_lens_B, None, None, least_tiles=1)
 
 
 def paged_tree_attention(

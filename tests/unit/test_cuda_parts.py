@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
+from radixmesh.daemons.worker.cuda.ranks import peer_memory
 from radixmesh.daemons.worker.cuda.step.decode_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
@@ -303,3 +304,46 @@ def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():
     """They were tuned for plain steps alone: with 4 drafts no step found a kernel of its own."""
     assert tuned_rows((1, 2, 4, 8), 0) == (1, 2, 4, 8)
     assert tuned_rows((1, 2, 4, 8), 4) == (1, 2, 4, 5, 8, 10, 20, 40)
+
+
+class _Driver:
+    """libcuda of a thread that has a device, and no context yet. Every call but those for contexts wants one."""
+
+    def __init__(self) -> None:
+        self.context, self.calls = None, []
+
+    def cuCtxGetCurrent(self, context) -> int:
+        context._obj.value = self.context
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device) -> int:
+        context._obj.value = 100 + device.value
+        return 0
+
+    def cuCtxSetCurrent(self, context) -> int:
+        self.context = context.value
+        return 0
+
+    def __getattr__(self, name: str):
+        def call(*arguments: object) -> int:
+            self.calls.append(name)
+            return 0 if self.context else 201
+
+        return call
+
+
+def test_memory_for_peers_is_had_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver()
+    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    memory = peer_memory.CudaPeerMemory()
+    memory.allocate(100)
+    memory.write(0, b"stamp")
+    assert driver.context == 101 and driver.calls[-2:] == ["cuMemcpyHtoD_v2", "cuStreamSynchronize"]
+    driver.context = 7
+    memory.read(0, 10)
+    assert driver.context == 7, "the thread has one"
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: 3)
+    driver.context = None
+    with pytest.raises(MeshError, match="CUDA error 3"):
+        memory.close(0)

@@ -150,6 +150,7 @@ class DeviceTransport(SharedMemoryTransport):
         except MeshError as error:
             log.warning("kv_goes_through_the_host", error=str(error))
             return
+        log.info("kv_memory_offered", bytes=self._staging_bytes)
         self._mappings = Mappings(device)
 
     def close(self) -> None:
@@ -269,6 +270,7 @@ class Mappings:
                     log.info("kv_goes_through_the_host", transfer=region.transfer_id, error=str(error))
                     self._refused[handle] = time.monotonic()
                     return None
+                log.info("kv_memory_mapped", owner=owner.pid, bytes=memory.num_bytes)
                 mapping = self._mapped[handle] = Mapping(memory, HostProcess(owner.host, owner.pid, owner.started))
             if region.device.offset + region.num_bytes > mapping.memory.num_bytes:
                 log.warning("region_beyond_its_memory", transfer=region.transfer_id, offset=region.device.offset)

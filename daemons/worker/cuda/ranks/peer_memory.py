@@ -6,6 +6,8 @@ import ctypes
 import functools
 from abc import ABC, abstractmethod
 
+import torch
+
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
@@ -108,7 +110,20 @@ class CudaPeerMemory(PeerMemory):
         return data.raw
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._driver, name)(*arguments)
+        self._bind()
+        self._check(name, getattr(self._driver, name)(*arguments))
+
+    def _bind(self) -> None:
+        """A thread that has done nothing with CUDA yet has a current device, and no context of it."""
+        context, driver = ctypes.c_void_p(), self._driver
+        self._check("cuCtxGetCurrent", driver.cuCtxGetCurrent(ctypes.byref(context)))
+        if context.value is None:
+            device = ctypes.c_int(torch.cuda.current_device())
+            # Never given back: the process holds it for as long as it lives.
+            status = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            self._check("cuDevicePrimaryCtxRetain", status or driver.cuCtxSetCurrent(context))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             raise MeshError(
                 ErrorReason.ERROR_REASON_UNSUPPORTED,

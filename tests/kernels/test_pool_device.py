@@ -1,0 +1,54 @@
+"""KV of a device's pages to and from memory that other processes map, by the device's own copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import support.triton_interpreter  # noqa: F401  Patches what the interpreter gets wrong.
+import torch
+from support.device_settings import TINY_SETTINGS
+from support.host_peer_memory import HostPeerMemory
+from support.runner_contract import MODEL
+
+from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
+from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_kv_device_on_gpu.py is for the GPU")
+
+
+@pytest.mark.parametrize("share", [None, KvShare(1, 2, 2)])
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_tokens_come_back_as_read_kv_has_them(share: KvShare | None, by_kernels: bool) -> None:
+    settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
+    runner = load_device_runner(MODEL, settings, HostDevice())
+    with torch.inference_mode():
+        for plane in runner.pool._planes.values():
+            plane.normal_()
+    runner.pool._has_kernels = by_kernels
+    received: list[torch.Tensor] = []
+    device = PoolDevice(runner.device, runner.pool, HostPeerMemory(), received.append)
+    token_bytes = runner.pool.part_bytes(share)
+    slab = DevicePiece(address := device.allocate(1 << 24), 1 << 24)
+    mapped = device.open(device.handle(address))
+    assert mapped.num_bytes == slab.num_bytes
+    sources, targets = (np.arange(first, first + 300, dtype=np.int32)[::-1].copy() for first in (0, 300))
+    expected = runner.read_kv(sources, share).tobytes()
+    piece = slab.part(32, 300 * token_bytes)
+    device.gather(sources, piece, share)
+    device.record_event().wait()
+    # The other process sees the same.
+    assert device.read(mapped.address + 32, piece.num_bytes) == expected
+    before = runner.read_kv(sources).tobytes()
+    device.scatter(targets, mapped.part(32, 300 * token_bytes), share)
+    assert runner.read_kv(targets, share).tobytes() == expected and runner.read_kv(sources).tobytes() == before
+    assert received[0].tolist() == targets.tolist()
+    device.write(address, b"stamp")
+    assert device.read(mapped.address, 5) == b"stamp"
+    device.close(mapped.address)
+    runner.clear()
+    device.warm_up(slab)
