@@ -103,7 +103,7 @@ def _copy(planes: list[torch.Tensor], indexes_N: torch.Tensor, region: torch.Ten
         block = min(triton.next_power_of_2(row // word), 256)
         tokens = max(1, min(_TILE_BYTES // (block * word), 64))
         _copy_rows_kernel[(triton.cdiv(num_tokens, tokens), len(plane))](
-            _as_words(plane, word), indexes_N, region if isinstance(region, int) else _as_words(region, word),
+            as_words(plane, word), indexes_N, region if isinstance(region, int) else as_words(region, word),
             num_tokens, layer_stride // word,
             ROW_STRIDE=stride // word, ROW=row // word, TOKEN=token_bytes // word, BEFORE=before // word,
             CHUNK=CHUNK_TOKENS, TOKENS=tokens, BLOCK=block, IS_GATHER=is_gather, IS_ADDRESS=isinstance(region, int),
@@ -112,7 +112,7 @@ def _copy(planes: list[torch.Tensor], indexes_N: torch.Tensor, region: torch.Ten
         before += row * len(plane)
 
 
-def _as_words(tensor: torch.Tensor, word: int) -> torch.Tensor:
+def as_words(tensor: torch.Tensor, word: int) -> torch.Tensor:
     """The same memory, of words of so many bytes; only its address is used."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor[:1, :1].reshape(-1)
     return flat.view(torch.uint8)[: flat.numel() * flat.element_size() // word * word].view(_WORDS[word])

@@ -67,9 +67,9 @@ def _rope_queries(
 
 @triton.jit
 def _mla_rows_kernel(
-    q_ptr, kv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, tables_ptr, out_ptr, latents_ptr, q_stride,
-    kv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    q_ptr, kv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, tables_ptr, tokens_ptr, out_ptr, latents_ptr,
+    q_stride, kv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr,
+    ROPE: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs of a row: its latent and RoPE key, then blocks of query heads. Each is a function of its own: the
@@ -89,8 +89,12 @@ def _mla_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if part == 0:
-        page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
-        to = latents_ptr + (page * PAGE_SIZE + position % PAGE_SIZE) * (R + ROPE)
+        if tokens_ptr is not None:
+            token = tl.load(tokens_ptr + row).to(tl.int64)
+        else:
+            page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+            token = page * PAGE_SIZE + position % PAGE_SIZE
+        to = latents_ptr + token * (R + ROPE)
         _write_latent(
             kv_ptr + row * kv_stride, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R, HALF, BLOCK_R
         )
@@ -126,11 +130,11 @@ def mla_rows(
         block_h = min(_HEADS, triton.next_power_of_2(num_heads))
         _mla_rows_kernel[(1 + triton.cdiv(num_heads, block_h), num_rows)](
             q_THY, kv_TC, norm.weight_R, angles.cos, angles.sin, target.positions_T, target.row_slots_T,
-            target.page_tables, out_THC, latents_SC, q_THY.stride(0), kv_TC.stride(0), target.page_tables.stride(0),
-            norm.eps, PAGE_SIZE=target.page_size, H=num_heads, NOPE=query_dim - rope, ROPE=rope, R=rank,
-            BLOCK_R=triton.next_power_of_2(rank), BLOCK_H=block_h, BLOCK_HALF=triton.next_power_of_2(rope // 2),
-            IS_INTERLEAVED=norm.is_interleaved, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
-        )  # fmt: skip
+            target.page_tables, target.tokens_T, out_THC, latents_SC, q_THY.stride(0), kv_TC.stride(0),
+            target.page_tables.stride(0), norm.eps, PAGE_SIZE=target.page_size, H=num_heads, NOPE=query_dim - rope,
+            ROPE=rope, R=rank, BLOCK_R=triton.next_power_of_2(rank), BLOCK_H=block_h,
+            BLOCK_HALF=triton.next_power_of_2(rope // 2), IS_INTERLEAVED=norm.is_interleaved, PDL=use_pdl,
+            num_warps=4, launch_pdl=use_pdl, )  # fmt: skip
     return out_THC
 
 
@@ -145,8 +149,7 @@ def mla_rows_reference(
     """The same as `mla_rows`, in torch; the numbers that it does not set are zeros."""
     rope, rank, positions = 2 * angles.cos.shape[1], norm.weight_R.shape[0], target.positions_T.long()
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
-    pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
-    kv_indices = pages * target.page_size + positions % target.page_size
+    kv_indices = target.indices()
     latent_TR = rms_norm_reference(kv_TC[:, :rank], norm.weight_R, norm.eps)
     with_rope = partial(apply_rope, cos_T1h=cos_T1h, sin_T1h=sin_T1h, is_interleaved=norm.is_interleaved)
     key_Tr = with_rope(kv_TC[:, None, rank:]).squeeze(1).to(kv_TC.dtype)

@@ -23,12 +23,21 @@ _HEADS = 16
 
 class KvTarget(NamedTuple):
     """KV indices of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
-    int32 [slots, pages]."""
+    int32 [slots, pages]. tokens_T: int32, the indices themselves, where they are not those of the positions."""
 
     positions_T: torch.Tensor
     row_slots_T: torch.Tensor
     page_tables: torch.Tensor
     page_size: int
+    tokens_T: torch.Tensor | None = None
+
+    def indices(self) -> torch.Tensor:
+        """int64 [T]."""
+        if self.tokens_T is not None:
+            return self.tokens_T.long()
+        positions = self.positions_T.long()
+        pages = self.page_tables[self.row_slots_T.long(), positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
 
 
 class RopeAngles(NamedTuple):
@@ -92,9 +101,9 @@ def _normed(x, w, scale, dtype: tl.constexpr):
 @triton.jit
 def _rope_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
-    norm_input_ptr, factors_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
+    norm_input_ptr, factors_ptr, tokens_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps,
+    PAGE_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr, IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +137,11 @@ def _rope_kv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # The step's first kernel writes page tables and may still run until here. It comes along with the rows, and is
     # needed at the end.
-    page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+    if tokens_ptr is not None:
+        token = tl.load(tokens_ptr + row).to(tl.int64)
+    else:
+        page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+        token = page * PAGE_SIZE + position % PAGE_SIZE
     a = tl.load(qkv_ptr + row * qkv_stride + at, mask=mask, other=0.0)
     b = tl.load(qkv_ptr + row * qkv_stride + HALF + at, mask=mask, other=0.0)
     if HAS_DEFERRED_NORM:
@@ -154,7 +167,7 @@ def _rope_kv_kernel(
         if IS_FP8:
             first, second, a, b = _clamped(first), _clamped(second), _clamped(a), _clamped(b)
         is_key = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-        base = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS * STORED_DIM
+        base = token * NUM_KV_HEADS * STORED_DIM
         pool_at = (heads - NUM_HEADS)[:, None] * STORED_DIM + dims[None, :]
         key_at = keys_ptr + base + pool_at
         tl.store(key_at, first.to(stored), mask=mask & is_key)
@@ -194,7 +207,7 @@ def rope_write_kv(
     """
     qkv_TX, bias_X, norm_input_TD = qkv
     cos_PD2, sin_PD2 = angles
-    positions_T, row_slots_T, page_tables, page_size = target
+    positions_T, row_slots_T, page_tables, page_size, tokens_T = target
     num_heads, num_kv_heads, head_dim = heads
     q_norm_d, k_norm_d, eps = norms
     num_rows = qkv_TX.shape[0]
@@ -209,9 +222,9 @@ def rope_write_kv(
     num_warps = max(block_h * block_d2 // 256, 1)
     num_features = 1 if norm_input_TD is None else norm_input_TD.shape[1]
     _rope_kv_kernel[(num_parts, num_rows)](
-        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
-        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), factors_X, out_THd, keys_SKd, values_SKd,
-        qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
+        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2),
+        _or(k_norm_d, cos_PD2), _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), factors_X, tokens_T, out_THd,
+        keys_SKd, values_SKd, qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
         BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
         HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, IS_FP8=keys_SKd.dtype == KV_FP8,
@@ -241,8 +254,7 @@ def rope_write_kv_reference(
     if norms.query is not None and norms.key is not None:
         q_THd, k_TKd = _head_normed(q_THd, norms.query, norms.eps), _head_normed(k_TKd, norms.key, norms.eps)
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
-    pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
-    kv_indices = pages * target.page_size + positions % target.page_size
+    kv_indices = target.indices()
     q_THd, k_TKd = apply_rope(q_THd, cos_T1h, sin_T1h), apply_rope(k_TKd, cos_T1h, sin_T1h)
     if factors_X is not None:
         q_H1, k_K1, v_K1 = factors_X[:, None].split((num_heads, num_kv_heads, num_kv_heads))
@@ -283,7 +295,7 @@ def _check(
     norms: HeadNorms,
 ) -> None:
     (qkv_TX, bias_X, norm_input_TD), (cos_PD2, sin_PD2), (num_heads, num_kv_heads, head_dim) = qkv, angles, heads
-    positions_T, row_slots_T, page_tables, _ = target
+    positions_T, row_slots_T, page_tables, _, tokens_T = target
     num_rows = qkv_TX.shape[0]
     assert qkv_TX.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv_TX.stride(1) == 1, qkv_TX.shape
     assert bias_X is None or (bias_X.shape == qkv_TX.shape[1:] and bias_X.is_contiguous()), bias_X.shape
@@ -294,6 +306,7 @@ def _check(
     assert cos_PD2.dtype == sin_PD2.dtype == torch.float32 and cos_PD2.is_contiguous() and sin_PD2.is_contiguous()
     assert positions_T.dtype == row_slots_T.dtype == page_tables.dtype == torch.int32
     assert positions_T.shape == row_slots_T.shape == (num_rows,) and page_tables.stride(1) == 1
+    assert tokens_T is None or (tokens_T.dtype == torch.int32 and tokens_T.shape == (num_rows,)), tokens_T
     # Rows are the second axis of the grid, which holds 65,535.
     assert num_rows < 1 << 16, num_rows
     stored_dim = keys_SKd.stride(1)

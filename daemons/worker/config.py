@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.guided.backend import BACKENDS
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
-from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
+from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW, MAX_TREE_CANDIDATES
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
@@ -60,7 +60,7 @@ class WorkerSettings(CommonSettings):
     speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
         "one included; none: one more than --speculative-num-steps; of a tree topk more")  # fmt: skip
     speculative_eagle_topk: int = setting(1, "most drafts of a network that follow the same token, so that the drafts "
-        "of a row are a tree (CPU); 1: a chain")  # fmt: skip
+        "of a row are a tree; 1: a chain")  # fmt: skip
     speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
@@ -269,9 +269,11 @@ def _check_speculation(settings: WorkerSettings) -> None:
     if settings.backend is Backend.SIMULATED:
         raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
             "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
-    if settings.backend is Backend.CUDA and settings.speculative_eagle_topk > 1:
-        raise ValueError(f"{_flag('speculative_eagle_topk')} above 1 is for --backend cpu: the steps of a GPU verify "
-            "chains; leave it out, and set the length of these with --speculative-num-steps")  # fmt: skip
+    tree = settings.speculation.tree
+    if settings.backend is Backend.CUDA and tree is not None and tree.num_candidates > MAX_TREE_CANDIDATES:
+        raise ValueError(f"{_flag('speculative_eagle_topk')} {tree.topk} and {tree.num_steps} steps are "
+            f"{tree.num_candidates} candidates for the drafts of a row: a GPU chooses among {MAX_TREE_CANDIDATES}; set "
+            "a smaller one of the two")  # fmt: skip
     if settings.tp_size > 1 or settings.ep_size > 1:
         raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
             "draft together yet; use replicas or --dp-size")  # fmt: skip

@@ -125,6 +125,10 @@ class KvPool(KvPlanes):
         for view in self._token_views.values():
             view[target] = view[source]
 
+    def token_planes(self) -> list[torch.Tensor]:
+        """All planes as [layers, tokens, ...], with padding: the same memory, of which a layer's is contiguous."""
+        return [plane.flatten(1, 2) for plane in self._stored.values()]
+
     def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies tokens, int64 numbers of the pool, in all layers and planes: all are read before any is written."""
         for view in self._token_views.values():

@@ -9,6 +9,8 @@ from radixmesh.daemons.runtime.steps.step import Task
 
 MAX_TOKENS_PER_ROW = 64
 """Most tokens that any worker yields for a row in one step."""
+MAX_TREE_CANDIDATES = 4096
+"""Most drafts among which a GPU chooses those of a row: as MAX_CANDIDATES of its kernels."""
 # A request's own stop ids, and the model's ends.
 MAX_SUPPRESSED_IDS = MAX_STOP_IDS + 64
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from radixmesh.kernels.attention.split_kv import split_attention
+from radixmesh.kernels.attention.split_pieces import Tails, with_tail
 from radixmesh.kernels.attention.split_schedule import SplitConfig, SplitParts, SplitPlan, SplitShape
 from radixmesh.kernels.kv_fp8 import KV_FP8, take_rows
 
@@ -105,6 +106,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     attention_chunk: int | None = None,
+    tails: Tails | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of each row over its sequence, whose last token is the row's own. Returns [T, H, D].
@@ -118,6 +120,7 @@ def paged_decode(
     softcap: scaled scores become softcap x tanh(score / softcap); None: they stay.
     sinks_H: a score of each head that joins its softmax and has no value. attention_chunk: sequences are cut at
     multiples of it, and a token sees those of its own chunk alone; not with a window.
+    tails: where the KV of the rows' last positions lies, if not where the page tables say.
     use_pdl: begins while the kernel ahead of it ends (Hopper and later).
     """
     check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, row_slots_T)
@@ -135,6 +138,7 @@ def paged_decode(
         out=out,
         sinks_H=sinks_H,
         attention_chunk=attention_chunk,
+        tails=tails,
         use_pdl=use_pdl,
     )
     return out
@@ -182,6 +186,7 @@ def paged_decode_reference(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     attention_chunk: int | None = None,
+    tails: Tails | None = None,
 ) -> torch.Tensor:
     """Reference of `paged_decode`, in fp32 and row by row."""
     out_THd = torch.zeros(q_THd.shape, dtype=torch.float32, device=q_THd.device)
@@ -194,6 +199,8 @@ def paged_decode_reference(
             begin = (length - 1) // attention_chunk * attention_chunk
         position = torch.arange(begin, length, device=q_THd.device)
         token = page_tables[slot, position // page_size].long() * page_size + position % page_size
+        if tails is not None:
+            token = with_tail(token, position, tails, row)
         k_LHd = take_rows(keys_SKd, token).repeat_interleave(group, dim=1)
         v_LHd = take_rows(values_SKd, token).repeat_interleave(group, dim=1)
         scores_HL = torch.einsum("hd,lhd->hl", q_THd[row].float() * scale, k_LHd)

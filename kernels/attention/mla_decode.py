@@ -12,6 +12,7 @@ import torch
 from radixmesh.kernels.attention.decode_attention import DecodeWorkspace
 from radixmesh.kernels.attention.mla_split import mla_split_attention
 from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWorkspace
+from radixmesh.kernels.attention.split_pieces import Tails
 from radixmesh.kernels.attention.split_schedule import SplitConfig
 from radixmesh.kernels.hopper import has_wgmma
 
@@ -102,13 +103,15 @@ def mla_decode(
     workspace: DecodeWorkspace,
     out: torch.Tensor | None = None,
     *,
+    tails: Tails | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax-weighted sums of latents, [T, H, R]: each row over its sequence, whose last token is the row's own.
 
     Queries are absorbed: their first R numbers meet latents, the others RoPE keys. latents_SC: the layer's pool,
     contiguous; page tables, slots and lengths as of `paged_decode`. `plan_decode` must have run with the same
-    kv_lens_T. A row with kv_len 0 gives zeros, or what is in `out`. Raises ValueError on what does not fit.
+    kv_lens_T. A row with kv_len 0 gives zeros, or what is in `out`. tails as of `paged_decode`.
+    Raises ValueError on what does not fit.
     """
     out = _checked_out(q_THC, latents_SC, page_tables, row_slots_T, workspace.shape.head_dim, out)
     mla_split_attention(
@@ -120,6 +123,7 @@ def mla_decode(
         page_size=page_size,
         scale=scale,
         out=out,
+        tails=tails,
         use_pdl=use_pdl,
     )
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.attention.split_kv import LOG2_E
-from radixmesh.kernels.attention.split_pieces import LOWEST, token_index
+from radixmesh.kernels.attention.split_pieces import LOWEST, Tails, tail_index, token_index
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
 
 # Floats that a merge adds at once, and parts whose loads are under way together.
@@ -36,6 +36,7 @@ def mla_split_attention(
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_lse: torch.Tensor | None = None,
+    tails: Tails | None = None,
     use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries [T, H, C], latents [S, C], page tables; nothing is checked
@@ -46,7 +47,8 @@ def mla_split_attention(
     rope = latents.shape[-1] - shape.head_dim
     columns = min(shape.padded_dim, max(16, _MERGED_FLOATS // part_rows))
     initial_out, initial_lse = initial if initial is not None else (None, None)
-    if config.is_sm90 and rope == 64:
+    tail_starts, tail_tokens = tails if tails is not None else (None, None)
+    if config.is_sm90 and rope == 64 and tails is None:
         # Gluon has no interpreter: tests on a CPU never come here.
         from radixmesh.kernels.attention.mla_split_sm90 import mla_split_sm90_kernel
 
@@ -74,6 +76,8 @@ def mla_split_attention(
         parts.arrivals,
         initial_out,
         initial_lse,
+        tail_starts,
+        tail_tokens,
         out,
         out_lse,
         page_tables.stride(0),
@@ -89,6 +93,7 @@ def mla_split_attention(
         M=max(16, part_rows),
         PART_ROWS=part_rows,
         COLUMNS=columns,
+        TAIL=1 if tails is None else tails.tokens_TD.shape[1],
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         MIN_TILES=config.min_tiles,
@@ -106,20 +111,21 @@ def mla_split_attention(
 
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
-    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr", "tail_starts_ptr"],
 )
 def _mla_split_kernel(
     q_ptr, latents_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, members_ptr, tile_starts_ptr,
-    first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, initial_ptr, initial_lse_ptr, out_ptr, out_lse_ptr,
-    table_stride, num_units, scale, H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_P: tl.constexpr, MEMBERS: tl.constexpr, M: tl.constexpr, PART_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, MIN_TILES: tl.constexpr,
-    IS_WHOLE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, MERGED_AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, initial_ptr, initial_lse_ptr, tail_starts_ptr,
+    tails_ptr, out_ptr, out_lse_ptr, table_stride, num_units, scale, H: tl.constexpr, HEADS: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, ROPE: tl.constexpr, ROPE_P: tl.constexpr, MEMBERS: tl.constexpr,
+    M: tl.constexpr, PART_ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MIN_TILES: tl.constexpr, IS_WHOLE: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
 
     begins_ptr (or None): rows start at this position, with the softmax of what lies before it from `initial`.
+    tails_ptr (or None): `Tails` of the rows, which are no groups then.
     """
     HEAD_BLOCKS: tl.constexpr = H // HEADS
     C: tl.constexpr = R + ROPE
@@ -186,7 +192,10 @@ def _mla_split_kernel(
         for t in tl.range(tile, last, num_stages=STAGES):
             position = kv_begin + t * BLOCK_N + n
             is_in = position < kv_end
-            at = latents_ptr + token_index(table_ptr, position, is_in, PAGE_SIZE)[:, None] * C
+            token = token_index(table_ptr, position, is_in, PAGE_SIZE)
+            if tails_ptr is not None:
+                token = tail_index(token, tails_ptr, unit, position - tl.load(tail_starts_ptr + unit), is_in, TAIL)
+            at = latents_ptr + token[:, None] * C
             latent_mask = is_in[:, None] if R == RP else is_in[:, None] & (c < R)[None, :]
             rope_mask = is_in[:, None] if ROPE == ROPE_P else is_in[:, None] & (e < ROPE)[None, :]
             latent = tl.load(at + c[None, :], mask=latent_mask, other=0.0)

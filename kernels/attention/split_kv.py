@@ -25,12 +25,14 @@ import triton.language as tl
 
 from radixmesh.kernels.attention.split_pieces import (
     LOWEST,
+    Tails,
     fp8_pairs,
     merge_parts,
     prefetch_tile,
     query_pairs,
     soft_capped,
     store_dims,
+    tail_index,
     token_index,
 )
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
@@ -59,6 +61,7 @@ def split_attention(
     out_lse: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
     attention_chunk: int | None = None,
+    tails: Tails | None = None,
     use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries, keys, values, page tables; nothing is checked here."""
@@ -70,14 +73,17 @@ def split_attention(
     if keys.dtype == KV_FP8 and q.dtype == torch.bfloat16 and shape.head_dim % 2 == 0 and shape.padded_dim >= 32:
         pack, keys, values = 2, keys.view(torch.int16), values.view(torch.int16)
     initial_out, initial_lse = initial if initial is not None else (None, None)
+    tail_starts, tail_tokens = tails if tails is not None else (None, None)
     _split_attention_kernel[(plan.num_programs,)](
         q, keys, values, page_tables, slots_U, begins_U, ends_U, members_UR, plan.tile_starts, plan.first_units,
-        parts.outputs, parts.lses, parts.arrivals, initial_out, initial_lse, sinks_H, out, out_lse,
-        page_tables.stride(0), ends_U.shape[0], (scale if softcap is None else softcap) * LOG2_E, H=shape.num_heads,
-        KV_HEADS=shape.num_kv_heads, D=shape.head_dim, DP=shape.padded_dim, PACK=pack, HEADS=config.heads,
+        parts.outputs, parts.lses, parts.arrivals, initial_out, initial_lse, sinks_H, tail_starts,
+        tail_tokens, out, out_lse, page_tables.stride(0), ends_U.shape[0],
+        (scale if softcap is None else softcap) * LOG2_E, H=shape.num_heads, KV_HEADS=shape.num_kv_heads,
+        D=shape.head_dim, DP=shape.padded_dim, PACK=pack, HEADS=config.heads,
         MEMBERS=shape.members, M=max(16, part_rows), PART_ROWS=part_rows,
         MERGED_AT_ONCE=max(1, min(_MERGED_PARTS, _MERGED_FLOATS // (part_rows * shape.padded_dim))),
         BLOCK_N=config.block_n, PAGE_SIZE=page_size, WINDOW=window, CHUNK=attention_chunk,
+        TAIL=1 if tails is None else tails.tokens_TD.shape[1],
         # The factor that makes a dot product a share of the cap; the share is then scaled by the cap.
         SOFTCAP=None if softcap is None else scale / softcap,
         MIN_TILES=config.min_tiles, IS_WHOLE=config.is_whole, NUM_PROGRAMS=plan.num_programs, STAGES=config.num_stages,
@@ -89,21 +95,22 @@ def split_attention(
 # what it called instead would be compiled to the same instructions in another order, with other registers.
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
-    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr", "tail_starts_ptr"],
 )
 def _split_attention_kernel(
     q_ptr, keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, members_ptr, tile_starts_ptr,
-    first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, initial_ptr, initial_lse_ptr, sinks_ptr, out_ptr,
-    out_lse_ptr, table_stride, num_units, scale, H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PACK: tl.constexpr, HEADS: tl.constexpr, MEMBERS: tl.constexpr, M: tl.constexpr,
-    PART_ROWS: tl.constexpr, MERGED_AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MIN_TILES: tl.constexpr,
-    IS_WHOLE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, initial_ptr, initial_lse_ptr, sinks_ptr,
+    tail_starts_ptr, tails_ptr, out_ptr, out_lse_ptr, table_stride, num_units, scale, H: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, HEADS: tl.constexpr,
+    MEMBERS: tl.constexpr, M: tl.constexpr, PART_ROWS: tl.constexpr, MERGED_AT_ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
+    SOFTCAP: tl.constexpr, MIN_TILES: tl.constexpr, IS_WHOLE: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, ):  # fmt: skip
     """See the module. Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
 
     begins_ptr (or None): rows start at this position, with the softmax of what lies before it from `initial`.
     sinks_ptr (or None): scores [H] that join the softmax of a row's head, and have no values.
+    tails_ptr (or None): `Tails` of the rows, which are no groups then.
     """
     GROUP: tl.constexpr = H // KV_HEADS
     UNIT_HEADS: tl.constexpr = HEADS * GROUP
@@ -208,6 +215,8 @@ def _split_attention_kernel(
             position = kv_begin + t * BLOCK_N + n
             is_in = position < kv_end
             token = token_index(table_ptr, position, is_in, PAGE_SIZE)
+            if tails_ptr is not None:
+                token = tail_index(token, tails_ptr, unit, position - tl.load(tail_starts_ptr + unit), is_in, TAIL)
             kv_offset = token[:, None] * (KV_HEADS * KD) + kv_column[None, :]
             is_loaded = is_in[:, None] if D == DP else is_in[:, None] & (column_dim < KD)[None, :]
             k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=zero)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -63,6 +66,28 @@ def store_dims(ptr, even, odd, mask, PACK: tl.constexpr):
     tl.store(ptr, even.to(ptr.dtype.element_ty), mask=mask)
     if PACK == 2:
         tl.store(ptr + 1, odd.to(ptr.dtype.element_ty), mask=mask)
+
+
+class Tails(NamedTuple):
+    """Ends of rows whose KV does not lie where the page tables say, as those of the branches of a tree: of row t the KV
+    of position starts_T[t] + n is token tokens_TD[t, n] of the pool. int32 both; a row has at most D such positions."""
+
+    starts_T: torch.Tensor
+    tokens_TD: torch.Tensor
+
+
+def with_tail(tokens: torch.Tensor, positions: torch.Tensor, tails: Tails, row: int) -> torch.Tensor:
+    """Tokens of the pool at positions of a row, int64: those of its tail in the place of what the tables say."""
+    offsets = positions - tails.starts_T[row]
+    of_tail = tails.tokens_TD[row, offsets.clamp(0, tails.tokens_TD.shape[1] - 1)]
+    return torch.where(offsets >= 0, of_tail.long(), tokens)
+
+
+@triton.jit
+def tail_index(token, tails_ptr, unit, offset, is_in, TAIL: tl.constexpr):
+    """`token`, but for the positions whose offset in the unit's tail is not negative."""
+    is_tail = is_in & (offset >= 0)
+    return tl.where(is_tail, tl.load(tails_ptr + unit * TAIL + offset, mask=is_tail, other=0).to(tl.int64), token)
 
 
 @triton.jit

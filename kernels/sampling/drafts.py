@@ -32,7 +32,8 @@ class DraftInputs(NamedTuple):
     yields nothing. tokens, lengths [B]: last token and length of a slot that was just taken, -1: as on the device.
     starts, counts [B]: position of the first draft of the window, and number of drafts. window_WB [W, >= B]. Before a
     drafter on the device ran: starts < 0, and the most drafts of the row.
-    The first num_entries_1 of entries_E2 (index, page) are written to the flat page tables.
+    The first num_entries_1 of entries_E2 (index, page) are written to the flat page tables. parents_WB: as window_WB,
+    where a step verifies trees, of each draft the position that it follows (`draft_trees.py`); None: chains.
     """
 
     slots: torch.Tensor
@@ -44,6 +45,7 @@ class DraftInputs(NamedTuple):
     window_WB: torch.Tensor
     entries_E2: torch.Tensor
     num_entries_1: torch.Tensor
+    parents_WB: torch.Tensor | None = None
 
 
 class SlotLengths(NamedTuple):
@@ -164,11 +166,20 @@ def expand_drafts(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> N
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slot_tokens_stride", "ring_stride", "num_rows"])
+@triton.jit
+def parents_of(parents_ptr, stride, row, number, mask):
+    """The positions that positions of a row follow; -1: none, or outside of the mask. A row whose first draft follows
+    -1 has a chain."""
+    is_draft = mask & (number > 0)
+    parent = tl.load(parents_ptr + (number - 1) * stride + row, mask=is_draft, other=-1)
+    return tl.where(is_draft, tl.where(tl.load(parents_ptr + row) < 0, number - 1, parent), -1)
+
+
+@triton.jit(do_not_specialize=["slot_tokens_stride", "ring_stride", "num_rows", "parents_stride"])
 def _accept_kernel(
     sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, slot_tokens_ptr,
-    ring_ptr, ring_index_ptr, taken_ptr, slot_tokens_stride, ring_stride, num_rows, HAS_MASKS: tl.constexpr,
-    P: tl.constexpr, BLOCK_P: tl.constexpr,
+    ring_ptr, ring_index_ptr, taken_ptr, parents_ptr, paths_ptr, slot_tokens_stride, ring_stride, num_rows,
+    parents_stride, HAS_MASKS: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + row)
@@ -177,13 +188,34 @@ def _accept_kernel(
     sampled = tl.load(sampled_ptr + row * P + number, mask=is_row, other=-1)
     has_draft = number < num_drafts
     draft = tl.load(row_tokens_ptr + row * P + number + 1, mask=has_draft, other=-1)
-    # The number of the first token that no right draft follows: it is the last one of the row.
-    last_number = tl.min(tl.where(has_draft & (draft == sampled), BLOCK_P, number), axis=0)
+    is_late = number >= P
     if HAS_MASKS:
         is_late = tl.load(taken_ptr + row * P + number, mask=is_row, other=-2) == -2
+    ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride
+    if parents_ptr is not None:
+        # From the last token on, the draft that follows and is what was sampled there: siblings differ.
+        is_draft = (number > 0) & (number <= num_drafts)
+        own = tl.load(row_tokens_ptr + row * P + number, mask=is_draft, other=-1)
+        parent = parents_of(parents_ptr, parents_stride, row, number, is_draft)
+        path = number
+        last_number = tl.min(tl.where(is_late, number, BLOCK_P), axis=0) - 1
+        last_number = tl.where(last_number < 0, -1, 0)
+        at = last_number
+        while at >= 0:
+            wanted = tl.sum(tl.where(number == at, sampled, 0), axis=0)
+            is_next = is_draft & (parent == at) & (own == wanted) & ~is_late
+            following = tl.min(tl.where(is_next, number, BLOCK_P), axis=0)
+            at = tl.where(following < BLOCK_P, following, -1)
+            last_number += (at >= 0).to(tl.int32)
+            path = tl.where((number == last_number) & (at >= 0), at, path)
+        tl.store(paths_ptr + row * P + number, path, mask=is_row)
+        tl.store(ring_ptr + num_rows * (P + 2) + row * P + number, path, mask=is_row)
+        sampled = tl.load(sampled_ptr + row * P + path, mask=is_row, other=-1)
+    else:
+        # The number of the first token that no right draft follows: it is the last one of the row.
+        last_number = tl.min(tl.where(has_draft & (draft == sampled), BLOCK_P, number), axis=0)
         last_number = tl.minimum(last_number, tl.min(tl.where(is_late, number, BLOCK_P), axis=0) - 1)
     count = tl.where(num_drafts >= 0, last_number + 1, 0)
-    ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride
     tl.store(ring_ptr + row * P + number, sampled, mask=is_row)
     tl.store(ring_ptr + num_rows * P + row, count)
     tl.store(ring_ptr + num_rows * (P + 1) + row, tl.maximum(num_drafts, 0))
@@ -204,29 +236,39 @@ def accept_drafts(
     ring_RN: torch.Tensor,
     ring_index_1: torch.Tensor,
     taken_T: torch.Tensor | None = None,
+    parents_WB: torch.Tensor | None = None,
+    paths_BP: torch.Tensor | None = None,
 ) -> None:
     """Advances the slots by what their rows yield, from the tokens int32 [T] sampled at the positions of `rows`.
     taken_T: masks of the positions, of which a row yields nothing from the first one on that is LATE.
 
     ring_RN[ring_index_1[0]], int32: gets the T sampled tokens, then the count of each row, 0 where it had no room, then
     the number of drafts that each row computed.
+
+    parents_WB: of trees, as of the inputs. Then the tokens are those of the accepted positions, in order, as many as
+    the row's count says, and these positions are in paths_BP int32, which also follows the rest in the ring; n is at n
+    where nothing was accepted.
     """
     num_rows = len(slots_B)
     num_positions = len(sampled_T) // num_rows
     assert sampled_T.dtype == slots_B.dtype == ring_RN.dtype == torch.int32 and sampled_T.is_contiguous()
     assert ring_RN.stride(1) == 1 and len(sampled_T) + 2 * num_rows <= ring_RN.shape[1], ring_RN.shape
+    assert (parents_WB is None) == (paths_BP is None)
+    if paths_BP is not None:
+        assert paths_BP.is_contiguous() and 2 * (len(sampled_T) + num_rows) <= ring_RN.shape[1], ring_RN.shape
     _accept_kernel[(num_rows,)](
         sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, state.tokens_SL, ring_RN,
-        ring_index_1, sampled_T if taken_T is None else taken_T, state.tokens_SL.stride(0), ring_RN.stride(0), num_rows,
-        HAS_MASKS=taken_T is not None, P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
+        ring_index_1, sampled_T if taken_T is None else taken_T, parents_WB, paths_BP, state.tokens_SL.stride(0),
+        ring_RN.stride(0), num_rows, 0 if parents_WB is None else parents_WB.stride(0), HAS_MASKS=taken_T is not None,
+        P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
     )  # fmt: skip
 
 
 def _check(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> tuple[int, int]:
     num_rows, num_positions = len(inputs.slots), len(rows.tokens) // len(inputs.slots)
     for numbers in (*inputs, *state, *rows):
-        assert numbers.dtype == torch.int32, numbers.dtype
-    for column in inputs[:6]:
+        assert numbers is None or numbers.dtype == torch.int32, numbers.dtype
+    for column in (inputs.slots, inputs.max_lens, inputs.tokens, inputs.lengths, inputs.starts, inputs.counts):
         assert column.shape == (num_rows,) and column.is_contiguous(), column.shape
     assert inputs.window_WB.stride(1) == 1 and inputs.window_WB.shape[1] >= num_rows, inputs.window_WB.shape
     assert state.page_tables.is_contiguous() and state.tokens_SL.stride(1) == 1

@@ -230,14 +230,17 @@ def chain_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "page_stride"])
 def _written_kernel(
-    positions_ptr, slots_ptr, page_tables_ptr, fresh_ptr, fresh_lens_ptr, written_ptr, num_rows, page_stride,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    positions_ptr, slots_ptr, page_tables_ptr, tokens_ptr, fresh_ptr, fresh_lens_ptr, written_ptr, num_rows,
+    page_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     position = tl.load(positions_ptr + row, mask=is_row, other=0)
     slot = tl.load(slots_ptr + row, mask=is_row, other=0).to(tl.int64)
-    token = _token_of(page_tables_ptr, page_stride, slot, position, is_row, PAGE)
+    if tokens_ptr is not None:
+        token = tl.load(tokens_ptr + row, mask=is_row, other=0).to(tl.int64)
+    else:
+        token = _token_of(page_tables_ptr, page_stride, slot, position, is_row, PAGE)
     # Before its fresh length the network has computed from these very tokens.
     is_stale = is_row & (position >= tl.load(fresh_lens_ptr + slot, mask=is_row, other=0))
     tl.store(fresh_ptr + token, tl.full((BLOCK,), 0, tl.int8), mask=is_stale)
@@ -245,16 +248,21 @@ def _written_kernel(
 
 
 def tokens_written(
-    positions_T: torch.Tensor, slots_T: torch.Tensor, state: SlotLengths, fresh: FreshTokens, page_size: int
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    state: SlotLengths,
+    fresh: FreshTokens,
+    page_size: int,
+    tokens_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Numbers of the pool's tokens that a step of decodes writes, int64 [T], which are stale from now on. Can be
-    captured."""
+    captured. tokens_T: those numbers, int32, where positions do not tell."""
     _check(state, fresh)
     # Not empty(): where kernels are only compiled, copies by these numbers run all the same.
     written_T = torch.zeros(len(positions_T), dtype=torch.int64, device=positions_T.device)
     _written_kernel[(triton.cdiv(len(positions_T), 128),)](
-        positions_T, slots_T, state.page_tables, fresh.is_fresh_N, fresh.fresh_lens_S, written_T, len(positions_T),
-        state.page_tables.stride(0), PAGE=page_size, BLOCK=128, num_warps=4,
+        positions_T, slots_T, state.page_tables, tokens_T, fresh.is_fresh_N, fresh.fresh_lens_S, written_T,
+        len(positions_T), state.page_tables.stride(0), PAGE=page_size, BLOCK=128, num_warps=4,
     )  # fmt: skip
     return written_T
 

@@ -46,8 +46,8 @@ class HostChains(NamedTuple):
 
 @triton.jit(do_not_specialize=["vocab_size", "window_stride"])
 def _propose_kernel(
-    slots_ptr, lengths_ptr, starts_ptr, counts_ptr, window_ptr, slot_lengths_ptr, masks_ptr, versions_ptr, chains_ptr,
-    vocab_size, window_stride, W, F: tl.constexpr, HEAD: tl.constexpr, BLOCK_W: tl.constexpr,
+    slots_ptr, lengths_ptr, starts_ptr, counts_ptr, window_ptr, parents_ptr, slot_lengths_ptr, masks_ptr, versions_ptr,
+    chains_ptr, vocab_size, window_stride, W, F: tl.constexpr, HEAD: tl.constexpr, BLOCK_W: tl.constexpr,
     HAS_OTHERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -70,6 +70,8 @@ def _propose_kernel(
         tl.store(window_ptr + number * window_stride + row, draft, mask=is_draft)
         tl.store(starts_ptr + row, length)
         tl.store(counts_ptr + row, tl.maximum(count, 0))
+        if parents_ptr is not None:
+            tl.store(parents_ptr + row, -1)
     elif not HAS_OTHERS:
         tl.store(starts_ptr + row, length)
         tl.store(counts_ptr + row, 0)
@@ -85,12 +87,13 @@ def propose_forced(
     has_others: bool,
 ) -> None:
     """Drafts of the rows whose slots follow grammars. masks_S: the output of each slot, negative where it follows none;
-    has_others: those have drafts by now, else they get none. Can be captured."""
+    has_others: those have drafts by now, else they get none. What is forced is a chain, beside trees too. Can be
+    captured."""
     num_rows, num_drafts = len(inputs.slots), len(inputs.window_WB)
     _propose_kernel[(num_rows,)](
-        inputs.slots, inputs.lengths, inputs.starts, inputs.counts, inputs.window_WB, state.lengths, masks_S,
-        chains.versions_M2, chains.chains_CH, vocab_size, inputs.window_WB.stride(0), num_drafts, F=chains.max_forced,
-        HEAD=HEAD, BLOCK_W=triton.next_power_of_2(num_drafts), HAS_OTHERS=has_others, num_warps=1,
+        inputs.slots, inputs.lengths, inputs.starts, inputs.counts, inputs.window_WB, inputs.parents_WB, state.lengths,
+        masks_S, chains.versions_M2, chains.chains_CH, vocab_size, inputs.window_WB.stride(0), num_drafts,
+        F=chains.max_forced, HEAD=HEAD, BLOCK_W=triton.next_power_of_2(num_drafts), HAS_OTHERS=has_others, num_warps=1,
     )  # fmt: skip
 
 

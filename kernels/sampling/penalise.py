@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.sampling.sample_params import SampleParams
+from radixmesh.kernels.sampling.sample_params import Branches, SampleParams
 
 _BLOCK = 1024
 _LIST_BLOCK = 256
@@ -24,8 +24,8 @@ def _is_penalised(slot, repetition_ptr, frequency_ptr, presence_ptr):
 
 @triton.jit
 def _count_kernel(
-    tokens_ptr, prompt_len_ptr, repetition_ptr, frequency_ptr, presence_ptr, row_slots_ptr, positions_ptr, counts_ptr,
-    V, tokens_stride, BLOCK: tl.constexpr,
+    tokens_ptr, prompt_len_ptr, repetition_ptr, frequency_ptr, presence_ptr, row_slots_ptr, positions_ptr,
+    branch_starts_ptr, branch_ids_ptr, counts_ptr, V, tokens_stride, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
@@ -35,6 +35,10 @@ def _count_kernel(
         if _is_penalised(slot, repetition_ptr, frequency_ptr, presence_ptr):
             at = first + tl.arange(0, BLOCK)
             ids = tl.load(tokens_ptr + slot * tokens_stride + at, mask=at < position, other=-1)
+            if branch_ids_ptr is not None:
+                step = at - tl.load(branch_starts_ptr + row)
+                is_branch = (step >= 0) & (at < position)
+                ids = tl.where(is_branch, tl.load(branch_ids_ptr + row * D + step, mask=is_branch, other=-1), ids)
             is_valid = (ids >= 0) & (ids < V)
             is_output = at >= tl.load(prompt_len_ptr + slot)
             # Low bits: number of times that the output has the id. Bit 30: the prompt has it.
@@ -105,20 +109,22 @@ def adjust(
     positions_T: torch.Tensor,
     counts_TV: torch.Tensor,
     adjusted_TV: torch.Tensor,
+    branches: Branches | None = None,
 ) -> None:
     """Writes the adjusted rows, float32 [>= T, V]: NaN in logits as -inf, and NaN for what is suppressed.
 
     counts int32 [>= T, V] are all zero before and after. Ids outside [0, V) have no effect. The order and the
-    rounding of each step are the CPU sampler's.
+    rounding of each step are the CPU sampler's. branches: tokens that penalties count in the place of the slots' own.
     """
     num_rows, vocab_size = logits_TV.shape
     assert counts_TV.shape[1] == adjusted_TV.shape[1] == vocab_size and counts_TV.is_contiguous()
     assert counts_TV.dtype == torch.int32 and adjusted_TV.dtype == torch.float32 and adjusted_TV.is_contiguous()
     penalties = (params.repetition_S, params.frequency_S, params.presence_S)
     tokens_SL = params.tokens_SL
+    starts_T, ids_TD = (None, None) if branches is None else branches
     _count_kernel[(triton.cdiv(tokens_SL.shape[1], _BLOCK), num_rows)](
-        tokens_SL, params.prompt_len_S, *penalties, row_slots_T, positions_T, counts_TV, vocab_size,
-        tokens_SL.stride(0), BLOCK=_BLOCK, num_warps=4,
+        tokens_SL, params.prompt_len_S, *penalties, row_slots_T, positions_T, starts_T, ids_TD, counts_TV, vocab_size,
+        tokens_SL.stride(0), D=1 if ids_TD is None else ids_TD.shape[1], BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     # A product and a difference in one rounding would not be the CPU's.
     _adjust_kernel[(triton.cdiv(vocab_size, _BLOCK), num_rows)](

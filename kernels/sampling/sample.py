@@ -27,7 +27,7 @@ import triton.language as tl
 from radixmesh.kernels.sampling.candidates import BLOCK, CandidateScratch
 from radixmesh.kernels.sampling.cutoff import NO_CUT, cut_off
 from radixmesh.kernels.sampling.penalise import adjust
-from radixmesh.kernels.sampling.sample_params import Needs, SampleParams, packed_order, value_of
+from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams, packed_order, value_of
 
 _MAX_SPLITS = 128
 _CANDIDATES = 1024
@@ -74,11 +74,13 @@ class TokenTarget:
 
 
 class SlotRows(NamedTuple):
-    """int32 [T] each: the rows' slots in `params`, and the indexes of the tokens in prompt + output."""
+    """int32 [T] each: the rows' slots in `params`, and the indexes of the tokens in prompt + output. branches: of rows
+    that are not behind all of their slot's tokens."""
 
     params: SampleParams
     row_slots_T: torch.Tensor
     positions_T: torch.Tensor
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def _gumbel_kernel(
                 is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
             # Nothing is left of most blocks behind a grammar's mask or a filter, and noise is what costs.
             if tl.max((is_kept & (x > float("-inf"))).to(tl.int32), axis=0) != 0:
-                bits = _random_bits(seed, position, block, BLOCK)
+                bits = random_bits(seed, position, block, BLOCK)
                 most = tl.where(is_kept, _most_total(x, highest, is_infinite, factor, bits), float("-inf"))
                 # Few blocks can have the best id; logarithms in float64 for all of them would take most of the time.
                 if tl.max(most, axis=0).to(tl.float64) >= best:
@@ -163,7 +165,7 @@ def _gumbel_kernel(
 
 
 @triton.jit
-def _random_bits(seed, position, block, BLOCK: tl.constexpr):
+def random_bits(seed, position, block, BLOCK: tl.constexpr):
     """32 bits for each id of a block: Philox4x32-10, four ids a counter."""
     quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     zeros = quads * 0
@@ -256,11 +258,11 @@ def sample_rows(
     num_rows, vocab_size = logits_TV.shape
     if num_rows == 0:
         return
-    params, row_slots_T, positions_T = rows
+    params, row_slots_T, positions_T, branches = rows
     is_adjusted, has_filters = Needs.PENALTIES in needs, Needs.FILTERS in needs
     if is_adjusted:
         assert num_rows <= len(scratch.counts_TV), "the scratch was made without penalties"
-        adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV)
+        adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV, branches)
         logits_TV = scratch.adjusted_TV[:num_rows]
     cut = cut_of(num_rows, vocab_size)
     if is_adjusted or not has_highest:
@@ -300,7 +302,7 @@ def _launch_finish(
     *,
     use_pdl: bool = False,
 ) -> None:
-    params, row_slots_T, positions_T = rows
+    params, row_slots_T, positions_T, _ = rows
     _finish_kernel[(len(row_slots_T),)](
         scratch.highest_TS, scratch.best_TS, scratch.best_ids_TS, row_slots_T, positions_T, params.temperature_S,
         target.ring_RT, target.ring_index_1, target.last_tokens_S, params.tokens_SL, cut.splits,
@@ -339,7 +341,7 @@ def cut_of(num_rows: int, vocab_size: int) -> Cut:
 
 
 def _check(logits_TV: torch.Tensor, rows: SlotRows, scratch: SampleScratch, target: TokenTarget) -> None:
-    (num_rows, vocab_size), (_, row_slots_T, positions_T) = logits_TV.shape, rows
+    (num_rows, vocab_size), (_, row_slots_T, positions_T, _) = logits_TV.shape, rows
     assert logits_TV.stride(1) == 1 and vocab_size < 2**31, (logits_TV.shape, logits_TV.stride())
     assert row_slots_T.dtype == positions_T.dtype == torch.int32, (row_slots_T.dtype, positions_T.dtype)
     assert row_slots_T.shape == positions_T.shape == (num_rows,), (row_slots_T.shape, positions_T.shape)

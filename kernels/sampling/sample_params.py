@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,14 @@ class Needs(IntFlag):
     FILTERS = 2
     PENALTIES = 4
     LOGPROBS = 8
+
+
+class Branches(NamedTuple):
+    """Ends of rows that are not in their slot's tokens, int32: of row t the token at position starts_T[t] + n is
+    ids_TD[t, n]."""
+
+    starts_T: torch.Tensor
+    ids_TD: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

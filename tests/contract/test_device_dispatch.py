@@ -147,9 +147,9 @@ def rows_of(num: int, num_experts: int, seed: int) -> tuple[torch.Tensor, Routes
 def test_results_are_those_of_one_rank(transport: str, size: int, num_experts: int, ranks_of) -> None:  # type: ignore[no-untyped-def]
     """In both modes, with as many rows as there is room for, fewer, and none. 7 experts on 3 ranks: a slot is empty."""
     ranks = ranks_of(transport, size, num_experts)
-    for counts in ([MAX_ROOM, 3, 0], [1, 0, 5], [0, 0, 0]):
+    for counts in ([MAX_ROOM, 3, 0], [1, 0, 5], [2, 1, 2], [0, 0, 0]):
         inputs = [rows_of(counts[rank], num_experts, seed=10 + rank) for rank in range(size)]
-        for room in (MAX_ROOM, 0):
+        for room in (MAX_ROOM, max(*counts, 1), 0):
             for rank, got in enumerate(ranks.run(inputs, room)):
                 torch.testing.assert_close(got, ranks.expected(*inputs[rank]), rtol=0.03, atol=0.2)
 

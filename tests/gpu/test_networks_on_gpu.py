@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from kernels.test_network_steps import NETWORKS, draft_counts, text_of
 from support.device_settings import TINY_SETTINGS
-from support.drafting import check_same_outputs, cpu_drafter, draft_folder, drive_long, target_folder
+from support.drafting import check_same_outputs, cpu_drafter, drive_long, speculation_of, target_folder
 from support.plan_driver import PlanDriver, logprob_tolerance
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cuda.attention import triton_attention
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -30,11 +30,10 @@ SETTINGS = replace(
 NUM_OUT = 120
 
 
-def _runner(algorithm: str, model: str, max_drafts: int, lengths: DraftLengths | None = None, **changes) -> ModelRunner:
-    speculation = Speculation(
-        algorithm=SpeculativeAlgorithm(algorithm), max_drafts=max_drafts, draft_model=draft_folder(algorithm, model)
-    )
-    settings = replace(SETTINGS, speculation=speculation, **changes)
+def _runner(
+    algorithm: str, model: str, max_drafts: int, lengths: DraftLengths | None = None, *, topk: int = 1, **changes
+) -> ModelRunner:
+    settings = replace(SETTINGS, speculation=speculation_of(algorithm, model, max_drafts, topk), **changes)
     return load_cuda_runner(
         target_folder(algorithm, model),
         settings,
@@ -74,6 +73,44 @@ def test_networks_change_no_output(algorithm, model, max_drafts, lag):
     want = drive_long(plain, lag=1, **steps)
     runner = _runner(algorithm, model, max_drafts)
     got = drive_long(runner, lag=lag, **steps)
+    check_same_outputs(got, want, num_out=40, atol=logprob_tolerance(target_folder(algorithm, model)))
+    assert np.concatenate([result.counts for result in got.results]).max() > 1
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(
+    ("page_size", "cuda_graphs", "topk", "max_drafts"), [(1, True, 4, 7), (16, True, 2, 5), (4, False, 3, 4)]
+)
+def test_trees_of_real_text_are_as_on_the_cpu(algorithm, model, page_size, cuda_graphs, topk, max_drafts):
+    """As many drafts of one row are right, whose branches are decodes with tails."""
+    cpu = load_cpu_runner(target_folder(algorithm, model), page_size=4, num_pages=400, threads=1, max_total_len=600)
+    drafter = cpu_drafter(algorithm, cpu, model, max_drafts, topk)
+    cpu.verify(drafter, max_drafts=max_drafts)  # type: ignore[attr-defined, arg-type]
+    pages = {"page_size": page_size, "num_pages": 4096 // page_size}
+    runner = _runner(algorithm, model, max_drafts, topk=topk, cuda_graphs=cuda_graphs, **pages)
+    for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0, seed=7)):
+        theirs = _recite(cpu, model, sampling, lag=0)
+        ours = _recite(runner, model, sampling, lag=2)
+        assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == NUM_OUT
+        drafted, accepted = draft_counts(ours)
+        their_drafted, their_accepted = draft_counts(theirs)
+        print(algorithm, topk, sampling.temperature, (drafted, accepted), (their_drafted, their_accepted))
+        assert abs(accepted / drafted - their_accepted / their_drafted) < 0.06
+
+
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+@pytest.mark.parametrize(
+    ("topk", "max_drafts", "least_masked", "changes"),
+    [(4, 7, 1, {}), (2, 4, 99, {"page_size": 16, "num_pages": 256}), (3, 5, 1, {"deterministic": True})],
+)
+def test_trees_change_no_output(monkeypatch, algorithm, model, topk, max_drafts, least_masked, changes):
+    """All options of sampling, several rows; branches as trees with masks (but of latents), and as decodes."""
+    monkeypatch.setattr(triton_attention, "LEAST_MASKED_TREES", least_masked)
+    plain = load_cuda_runner(target_folder(algorithm, model), replace(SETTINGS, **changes))
+    steps = {"chunk_len": 7, "num_steps": 40, "num_out": 40}
+    want = drive_long(plain, lag=1, **steps)
+    runner = _runner(algorithm, model, max_drafts, topk=topk, **changes)
+    got = drive_long(runner, lag=2, **steps)
     check_same_outputs(got, want, num_out=40, atol=logprob_tolerance(target_folder(algorithm, model)))
     assert np.concatenate([result.counts for result in got.results]).max() > 1
 

@@ -54,6 +54,20 @@ def test_kernels_of_trees_compile_and_fit(heads, num_positions):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("shape", [(4, 4, 7), pytest.param((8, 6, 31), marks=pytest.mark.full)])
+def test_kernels_of_steps_with_trees_compile_and_fit(shape):
+    launches = _compiled("branches", *shape)
+    of_trees = {"_branch_kernel", "_accept_kernel", "_move_kernel", "_block_kernel", "_rank_kernel", "_choose_kernel"}
+    of_latents = {"_mla_rows_kernel", "_mla_split_kernel"}
+    names = {launch["kernel"] for launch in launches}
+    assert names == of_trees | of_latents | {"_count_kernel", "_adjust_kernel", "_bias_kernel"}
+    for launch in launches:
+        assert launch["shared"] <= _PROGRAM_SHARED, launch
+        assert launch["kernel"] not in of_trees or launch["stack"] <= 128, launch
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_kernels_of_ranks_compile_and_fit(num_ranks):
     launches = _compiled("ranks", num_ranks)

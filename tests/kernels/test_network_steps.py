@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.drafting import MODELS, cpu_drafter, draft_folder, target_folder
+from support.drafting import MODELS, check_same_outputs, cpu_drafter, drive_long, speculation_of, target_folder
 from support.plan_driver import PlanDriver
+from support.triton_interpreter import DEVICE
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.cuda.load import DeviceSettings
+from radixmesh.daemons.worker.kv_pool import kv_slots
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
-from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    DEVICE.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1",
     reason="the runner on the host samples under Triton's interpreter; tests/gpu has those of the GPU",
 )
 
@@ -32,17 +34,16 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=5)
 SIZES = {"num_pages": 600, "max_total_len": 400}
 
 
-def _settings(algorithm: str, model: str, page_size: int, max_drafts: int) -> DeviceSettings:
-    kind = SpeculativeAlgorithm(algorithm)
-    speculation = Speculation(algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model))
+def _settings(algorithm: str, model: str, page_size: int, max_drafts: int, topk: int = 1) -> DeviceSettings:
+    speculation = speculation_of(algorithm, model, max_drafts, topk)
     return replace(TINY_SETTINGS, page_size=page_size, speculation=speculation, **SIZES)
 
 
-def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int) -> ModelRunner:
+def _device_runner(algorithm: str, model: str, page_size: int, max_drafts: int, topk: int = 1) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    settings = _settings(algorithm, model, page_size, max_drafts)
+    settings = _settings(algorithm, model, page_size, max_drafts, topk)
     return load_device_runner(target_folder(algorithm, model), settings, HostDevice())
 
 
@@ -92,6 +93,49 @@ def _note_cpu(drafter: Drafter) -> Drafts:
     return noted
 
 
+Trees = dict[tuple[int, int], list[tuple[int, ...]]]
+"""Drafts as their paths, sorted."""
+
+
+def _paths(ids: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """parents: of each draft."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(ids, parents, strict=True):
+        paths.append((*paths[parent], token))
+    return sorted(paths[1:])
+
+
+def _note_cpu_trees(drafter: Drafter) -> Trees:
+    noted: Trees = {}
+    propose = drafter.propose_trees
+
+    def noting(rows: Sequence[DraftRow]) -> Sequence[DraftTree]:
+        trees = propose(rows)
+        for row, tree in zip(rows, trees, strict=True):
+            noted[row.slot, row.sample.position] = _paths(tree.ids.tolist(), tree.parents[1:].tolist())
+        return trees
+
+    drafter.propose_trees = noting  # type: ignore[method-assign]
+    return noted
+
+
+def _note_device_trees(drafter: Drafter) -> Trees:
+    network = drafter.on_device()
+    assert network is not None
+    noted: Trees = {}
+    propose = network.propose
+
+    def noting(inputs, state):
+        propose(inputs, state)
+        for row, (slot, start, count) in enumerate(zip(inputs.slots, inputs.starts, inputs.counts, strict=True)):
+            if count:
+                of_row = (part[: int(count), row].tolist() for part in (inputs.window_WB, inputs.parents_WB))
+                noted[int(slot), int(start)] = _paths(*of_row)
+
+    network.propose = noting  # type: ignore[method-assign]
+    return noted
+
+
 def _note_device(drafter: Drafter) -> Drafts:
     network = drafter.on_device()
     assert network is not None
@@ -130,6 +174,100 @@ def test_drafts_are_those_of_the_cpu_worker(algorithm, model, page_size, max_dra
     for key in common:
         size = min(len(our_drafts[key]), len(their_drafts[key]))
         assert our_drafts[key][:size] == their_drafts[key][:size], key
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "page_size", "max_drafts", "topk", "lag"),
+    [
+        ("eagle3", "tiny-llama", 16, 4, 2, 2),
+        pytest.param("mtp", "tiny-deepseek", 1, 4, 2, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(*network, *sizes, marks=pytest.mark.full)
+            for network in NETWORKS
+            for sizes in ((1, 4, 2, 0), (4, 3, 3, 1), (16, 9, 4, 2))
+        ),
+    ],
+)
+def test_trees_are_those_of_the_cpu_worker(algorithm, model, page_size, max_drafts, topk, lag):
+    """Path for path, at every position at which both drafted, and with no room for all drafts at the end."""
+    num_out = 12
+    want = _cpu_runner(algorithm, model, page_size)
+    drafter = cpu_drafter(algorithm, want, model, max_drafts, topk)
+    their_trees = _note_cpu_trees(drafter)
+    want.verify(drafter, max_drafts=max_drafts)
+    theirs = _drive(want, model, num_out, lag=0)
+    runner = _device_runner(algorithm, model, page_size, max_drafts, topk)
+    drafter = runner.network_drafter  # type: ignore[attr-defined]
+    our_trees = _note_device_trees(drafter)
+    runner.verify(drafter, max_drafts=max_drafts)  # type: ignore[attr-defined]
+    ours = _drive(runner, model, num_out, lag=lag)
+    assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == num_out
+    assert draft_counts(ours)[1] > 0
+    common = [key for key in our_trees.keys() & their_trees.keys() if len(our_trees[key]) == len(their_trees[key])]
+    assert len(common) > 5 and any(len({path[0] for path in our_trees[key]}) > 1 for key in common)
+    for key in common:
+        assert our_trees[key] == their_trees[key], key
+    _check_kv(runner, ours, want, theirs)
+
+
+def _check_kv(runner: ModelRunner, ours: PlanDriver, want: ModelRunner, theirs: PlanDriver) -> None:
+    """KV of a row's output lies at its positions, whatever branch it was computed in. The last token has none yet."""
+    prompt_len = len(text_of("tiny-llama")[0])
+    for slot, tokens in ours.tokens.items():
+        length = prompt_len + len(tokens) - 1
+        got, expected = (
+            of.read_kv(kv_slots(driver.pages[slot], length, of.page_size).astype(np.int32)).view(np.float32)
+            for of, driver in ((runner, ours), (want, theirs))
+        )
+        np.testing.assert_allclose(got, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("is_masked", "is_deterministic"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
+def test_branches_are_attended_to_by_the_kernels_of_a_gpu(monkeypatch, is_masked, is_deterministic):
+    """As trees with masks, or as decodes with tails."""
+    from radixmesh.daemons.worker.cuda.attention import triton_attention
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    num_trees, num_out = list[int](), 8
+    monkeypatch.setattr(triton_attention, "LEAST_MASKED_TREES", 1 if is_masked else 99)
+    plan_trees = triton_attention.plan_trees
+
+    def noting(prefix_lens_B, workspace):
+        num_trees.append(len(prefix_lens_B))
+        plan_trees(prefix_lens_B, workspace)
+
+    monkeypatch.setattr(triton_attention, "plan_trees", noting)
+    settings = replace(
+        _settings("standalone", "tiny-llama", 4, 5, topk=3), attention_backend="triton", deterministic=is_deterministic
+    )
+    runner = load_device_runner(target_folder("standalone", "tiny-llama"), settings, HostDevice())
+    runner.verify(runner.network_drafter, max_drafts=5)  # type: ignore[attr-defined]
+    driver = _drive(runner, "tiny-llama", num_out, lag=1)
+    want = _cpu_runner("standalone", "tiny-llama", 4)
+    assert driver.tokens == _drive(want, "tiny-llama", num_out, lag=0).tokens
+    assert draft_counts(driver)[1] > 0 and bool(num_trees) == is_masked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
+def test_trees_change_no_output(algorithm, model):
+    """All options of sampling, whose penalties count what is on a draft's path, and logprobs of what was accepted."""
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    steps = {"chunk_len": 16, "num_steps": 8, "num_out": 8}
+    plain = load_device_runner(
+        target_folder(algorithm, model), replace(TINY_SETTINGS, page_size=4, **SIZES), HostDevice()
+    )
+    want = drive_long(plain, lag=1, **steps)
+    runner = _device_runner(algorithm, model, 4, 5, topk=3)
+    runner.verify(runner.network_drafter, max_drafts=5)  # type: ignore[attr-defined]
+    got = drive_long(runner, lag=2, **steps)
+    check_same_outputs(got, want, num_out=8, atol=1e-3)
+    assert draft_counts(got)[1] > 0
 
 
 @pytest.mark.full

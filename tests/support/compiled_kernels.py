@@ -99,6 +99,64 @@ def _tree_launches(head_dim: int, heads: int, num_positions: int) -> None:
     workspace = TreeWorkspace(rows, num_positions, heads, kv_heads, head_dim, "cpu")
     masks = torch.zeros(len(q), dtype=torch.int64)
     paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace)
+    # The same branches as decodes with tails.
+    from radixmesh.kernels.attention import decode_attention
+    from radixmesh.kernels.attention.split_pieces import Tails
+
+    slots = torch.zeros(len(q), dtype=torch.int32)
+    plans = decode_attention.DecodeWorkspace(len(q), heads, kv_heads, head_dim, "cpu", bf16)
+    tails = Tails(slots, torch.zeros(len(q), num_positions, dtype=torch.int32))
+    decode_attention.paged_decode(q, pool, pool, tables, slots, slots, 16, 0.1, None, plans, tails=tails, use_pdl=True)
+
+
+def _branch_launches(topk: int, num_levels: int, num_drafts: int) -> None:
+    """Trees that a network grows, the steps that verify them, and what latents are in the pool of a branch."""
+    from radixmesh.kernels import mla_rows
+    from radixmesh.kernels.attention import decode_attention, mla_decode
+    from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
+    from radixmesh.kernels.sampling import draft_trees, grow_trees, network_rows, penalise
+    from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, accept_drafts
+    from radixmesh.kernels.sampling.sample_params import SampleParams
+
+    rows, slots, device, vocab = 16, 32, torch.device("cpu"), 128_256
+    ints, tables = torch.zeros(rows, dtype=torch.int32), torch.zeros(slots + 1, 64, dtype=torch.int32)
+    window = torch.zeros(num_drafts, rows).int()
+    inputs = DraftInputs(ints, ints, ints, ints, ints, ints, window, tables[:8, :2], ints[:1], window)
+    lengths = tables[:, 0].contiguous()
+    state = SlotLengths(lengths, lengths, tables, tables)
+    drafted = DraftRows.allocate(rows, num_drafts + 1, device)
+    trees = draft_trees.TreeRows.allocate(rows, num_drafts + 1, device)
+    draft_trees.branch_rows(inputs, state, drafted, trees, 16)
+    ring = torch.zeros(2, rows * 2 * (num_drafts + 2)).int()
+    for taken in (None, drafted.tokens):
+        accept_drafts(drafted.tokens, ints, drafted, state, ring, ints[:1], taken, window, trees.paths_BP)
+    draft_trees.move_paths([torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 36).half()], trees)
+    params = SampleParams.allocate(slots, max_total_len=64, max_biases=4, max_suppressed=4, device=device)
+    found = grow_trees.Candidates.allocate(rows, topk, num_levels, device)
+    of_level = [grow_trees.BranchRows.allocate(rows * topk, num_levels, device) for _ in range(2)]
+    rank = grow_trees.RankScratch(rows * topk, vocab, topk, device)
+    for level, width in ((1, 1), (2, topk)):
+        numbers = torch.zeros(rows * width, dtype=torch.int32)
+        logits = torch.zeros(rows * width, vocab, dtype=torch.bfloat16)
+        grow_trees.rank_drafts(logits, numbers, numbers, params, rank, level, found)
+        for first in (0, 1):
+            shape = network_rows.NetworkShape(first, 16, 64, 1023)
+            grow_trees.branch_out(found, level, inputs, ints, shape, 64, slots, *of_level)
+    grow_trees.choose_drafts(found, inputs, ints)
+    counts = torch.zeros(len(drafted.tokens), vocab, dtype=torch.int32)
+    logits = torch.zeros(len(drafted.tokens), vocab, dtype=torch.bfloat16)
+    penalise.adjust(logits, params, drafted.slots, drafted.kv_lens, counts, counts.float(), trees.branches)
+    norm = mla_rows.LatentNorm(torch.zeros(512, dtype=torch.bfloat16), 1e-6, is_interleaved=True)
+    target = KvTarget(drafted.positions, drafted.slots, tables, 16, trees.tokens_T)
+    angles = RopeAngles(torch.zeros(8, 32), torch.zeros(8, 32))
+    for heads in (16, 128):
+        q = torch.zeros(len(drafted.slots), heads, 576, dtype=torch.bfloat16)
+        pool, q_THY = torch.zeros(64, 576, dtype=torch.bfloat16), torch.zeros(len(q), heads, 192, dtype=torch.bfloat16)
+        mla_rows.mla_rows(q_THY, q[:, 0].contiguous(), norm, angles, target, pool, use_pdl=True)
+        plans = mla_decode.mla_decode_workspace(len(q), heads, 512, device, torch.bfloat16)
+        assert isinstance(plans, decode_attention.DecodeWorkspace)
+        of_rows = drafted.slots, drafted.kv_lens
+        mla_decode.mla_decode(q, pool, tables, *of_rows, 16, 0.1, plans, tails=trees.tails, use_pdl=True)
 
 
 def _mask_launches(head_dim: int, heads: int) -> None:
@@ -335,8 +393,9 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention
-    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; latents DTYPE HEADS RANK ROPE;
-    experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
+    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; branches TOPK LEVELS DRAFTS;
+    latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS
+    ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -362,6 +421,8 @@ def main() -> None:
         _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
     elif what == "trees":
         _tree_launches(*map(int, rest))
+    elif what == "branches":
+        _branch_launches(*map(int, rest))
     elif what == "masks":
         _mask_launches(int(rest[0]), int(rest[1]))
     elif what == "latents":

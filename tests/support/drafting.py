@@ -46,12 +46,19 @@ def cpu_drafter(algorithm: str, runner: CpuRunner, model: str, max_drafts: int =
     """The drafter of that name for a tiny model, which `runner` computes. topk > 1: it drafts trees."""
     if algorithm == "ngram":
         return NgramDrafter()
-    kind = SpeculativeAlgorithm(algorithm)
+    return load_model_drafter(speculation_of(algorithm, model, max_drafts, topk), runner, MODELS / model, "float32")
+
+
+def speculation_of(algorithm: str, model: str, max_drafts: int, topk: int = 1) -> Speculation:
+    """A network that drafts for a tiny model; with topk > 1 trees."""
     levels = 0 if topk == 1 else min(4, max(1, max_drafts // 2))
-    speculation = Speculation(
-        algorithm=kind, max_drafts=max_drafts, draft_model=draft_folder(algorithm, model), topk=topk, levels=levels
+    return Speculation(
+        algorithm=SpeculativeAlgorithm(algorithm),
+        max_drafts=max_drafts,
+        draft_model=draft_folder(algorithm, model),
+        topk=topk,
+        levels=levels,
     )
-    return load_model_drafter(speculation, runner, MODELS / model, "float32")
 
 
 def draft_folder(algorithm: str, model: str) -> Path | None:

@@ -8,6 +8,7 @@ import pytest
 
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
+from radixmesh.daemons.worker.speculation.draft_tree import TreeShape
 from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm, read_speculation
 
 OFF, NGRAM, STANDALONE = SpeculativeAlgorithm.OFF, SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE
@@ -92,11 +93,12 @@ def test_trees_that_cannot_be_are_refused_with_what_can(
         read_speculation(algorithm, num_steps, num_tokens, folder, topk)
 
 
-def test_a_gpu_refuses_trees_and_names_chains() -> None:
-    """Their steps verify chains: the flag is refused at the start."""
+def test_a_gpu_refuses_trees_of_more_candidates_than_it_sorts() -> None:
+    """Others are drafted there as on the CPU."""
     settings = {"model": FOLDER, "speculative_algorithm": EAGLE3, "speculative_draft_model_path": FOLDER}
-    with pytest.raises(ValueError, match="the steps of a GPU verify chains; leave it out"):
-        WorkerSettings(backend=Backend.CUDA, speculative_eagle_topk=4, **settings)  # type: ignore[arg-type]
-    WorkerSettings(backend=Backend.CUDA, **settings)  # type: ignore[arg-type]
-    speculation = WorkerSettings(backend=Backend.CPU, speculative_eagle_topk=4, **settings).speculation  # type: ignore[arg-type]
-    assert speculation is not None and speculation.topk == 4
+    large = {"speculative_eagle_topk": 20, "speculative_num_steps": 12, "speculative_num_draft_tokens": 40}
+    with pytest.raises(ValueError, match=r"are 4420 candidates .* a GPU chooses among 4096; set a smaller"):
+        WorkerSettings(backend=Backend.CUDA, **large, **settings)  # type: ignore[arg-type]
+    assert WorkerSettings(backend=Backend.CPU, **large, **settings).speculation  # type: ignore[arg-type]
+    speculation = WorkerSettings(backend=Backend.CUDA, speculative_eagle_topk=4, **settings).speculation  # type: ignore[arg-type]
+    assert speculation is not None and speculation.tree == TreeShape(topk=4, num_steps=4)

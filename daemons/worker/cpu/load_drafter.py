@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 from radixmesh.daemons.worker.cpu.load import load_model
-from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter, TreeShape
+from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter, scratch_tokens
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -58,8 +58,8 @@ def load_model_drafter(speculation: Speculation, runner: CpuRunner, model: Path,
             network.attention_shape,
             AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=False),
         )
-        shape = None if speculation.topk == 1 else TreeShape(speculation.topk, speculation.num_steps)
-        num_scratch = 0 if shape is None else -(-shape.scratch_tokens // runner.page_size)
+        shape = speculation.tree
+        num_scratch = 0 if shape is None else -(-scratch_tokens(shape) // runner.page_size)
         pool = KvPool(
             network.kv_layout,
             num_pages=runner.num_pages + num_scratch,

@@ -26,32 +26,12 @@ from radixmesh.daemons.worker.cpu.sample_rows import input_after, sample_rows
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.model import ModelBatch
 from radixmesh.daemons.worker.runner import SampleInput, Segment
-from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
+from radixmesh.daemons.worker.speculation.draft_tree import DraftTree, TreeShape
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
 from radixmesh.daemons.worker.tiles import RowTiles
 
 _SCRATCH_TOKENS = 2048
-
-
-class TreeShape(NamedTuple):
-    """topk: drafts that may follow a draft, and those of a level that others follow. num_steps: levels."""
-
-    topk: int
-    num_steps: int
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Of the network, behind the last token: the last level is only predicted."""
-        return self.topk * (self.num_steps - 1)
-
-    @property
-    def scratch_tokens(self) -> int:
-        return max(_SCRATCH_TOKENS, self.tokens_per_row)
-
-    @property
-    def rows_at_a_time(self) -> int:
-        return self.scratch_tokens // max(1, self.tokens_per_row)
 
 
 class _Part(NamedTuple):
@@ -63,8 +43,8 @@ class _Part(NamedTuple):
 
 
 class ModelDrafter(Drafter):
-    """pool: as many pages as the target's, of the network's planes, and behind them `scratch_tokens` for trees. dtype:
-    of the features that are kept. shape: of the trees; None: chains."""
+    """pool: as many pages as the target's, of the network's planes, and behind them `scratch_tokens()` for trees.
+    dtype: of the features that are kept. shape: of the trees; None: chains."""
 
     def __init__(
         self,
@@ -116,7 +96,7 @@ class ModelDrafter(Drafter):
             return super().propose_trees(rows)
         trees = [GrowingTree(self._shape.topk) for _ in rows]
         chosen, output = self._follow(rows)
-        most = self._shape.rows_at_a_time
+        most = scratch_tokens(self._shape) // max(1, self._shape.tokens_per_row)
         for first in range(0, len(chosen), most):
             part = slice(first, first + most)
             self._grow(rows, chosen[part], output[part], trees)
@@ -199,7 +179,7 @@ class ModelDrafter(Drafter):
         """Grows the trees of the chosen rows. output: of the network for their last tokens."""
         assert self._shape is not None
         slots = {index: self._slots(rows[index].pages, rows[index].sample.position) for index in chosen}
-        scratch = iter(range(self._pool.zero_slot - self._shape.scratch_tokens, self._pool.zero_slot))
+        scratch = iter(range(self._pool.zero_slot - scratch_tokens(self._shape), self._pool.zero_slot))
         slot_of: dict[tuple[int, int], int] = {}
         nodes = [(index, 0) for index in chosen]
         for depth in range(1, self._shape.num_steps + 1):
@@ -281,6 +261,11 @@ class ModelDrafter(Drafter):
 
     def _slots(self, pages: IntArray, length: int) -> SlotArray:
         return kv_slots(pages, length, self._pool.page_size)
+
+
+def scratch_tokens(shape: TreeShape) -> int:
+    """Tokens of the network's pool for trees: those of some rows at a time."""
+    return max(_SCRATCH_TOKENS, shape.tokens_per_row)
 
 
 def _stop(part: _Part) -> int:

@@ -78,7 +78,7 @@ class CompiledOps(TritonOps):
         norms: HeadNorms,
         factors_X: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        _mark_rows(qkv.out_TN, qkv.norm_input_TD, target.positions_T, target.row_slots_T)
+        _mark_rows(qkv.out_TN, qkv.norm_input_TD, target.positions_T, target.row_slots_T, target.tokens_T)
         return self._compiled_rope(qkv, angles, target, keys_SKd, values_SKd, heads, norms, factors_X)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:

@@ -236,6 +236,7 @@ class DeviceRunner(ModelRunner):
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
                 lengths=lengths,
                 chains=self._chains,
+                kv_planes=self.pool.token_planes(),
             )
             self._verify.capture(self.model.dtype)
             self.device.record_event().wait()

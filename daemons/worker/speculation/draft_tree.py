@@ -23,6 +23,23 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray
 
 
+class TreeShape(NamedTuple):
+    """topk: drafts that may follow a draft, and those of a level that others follow. num_steps: levels."""
+
+    topk: int
+    num_steps: int
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Of the network, behind the last token: the last level is only predicted."""
+        return self.topk * (self.num_steps - 1)
+
+    @property
+    def num_candidates(self) -> int:
+        """Drafts among which those of a row are chosen."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+
 class Run(NamedTuple):
     """Rows [first, first + length) of a tree, each the parent of the next. path: rows from the root to the last one."""
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
+from radixmesh.daemons.worker.speculation.draft_tree import TreeShape
 
 DEFAULT_NUM_STEPS = 4
 
@@ -42,6 +43,11 @@ class Speculation:
     def num_steps(self) -> int:
         """Drafts that may be accepted in one step, one after the other."""
         return self.levels or self.max_drafts
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """None: drafts are a chain."""
+        return None if self.topk == 1 else TreeShape(self.topk, self.num_steps)
 
 
 def read_speculation(

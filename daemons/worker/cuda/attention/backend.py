@@ -11,10 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.kernels.attention.split_pieces import Tails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,14 @@ class HostStep:
     chunk_pages: Sequence[IntArray] = ()
 
 
+class TreeMasks(NamedTuple):
+    """Of trees of drafts, P decodes each: slots_B, prefix_lens_B int32, masks_T int64, for `paged_tree_attention`."""
+
+    slots_B: torch.Tensor
+    prefix_lens_B: torch.Tensor
+    masks_T: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
     """The same on the device, int32, beside the page tables [slots + 1, pages].
@@ -57,6 +67,10 @@ class DeviceStep:
     chunk_row_starts: torch.Tensor
     chunk_kv_lens: torch.Tensor
     max_chunk_len: int
+    tails: Tails | None = None
+    """Of the decodes, where the KV of a branch lies; there are no chunks then."""
+    masks: TreeMasks | None = None
+    """The same branches tree by tree, for attention that reads what they share once."""
     is_from_host: bool = True
     """False: the slots and lengths are written by a kernel of the step itself."""
 
@@ -134,6 +148,10 @@ class DeviceAttention(ABC):
 
     def reserve(self, num_rows: int) -> None:
         """Makes room for steps of so many decode rows. What was captured before stays valid. Default: any fit."""
+        return
+
+    def reserve_trees(self, num_rows: int, num_positions: int) -> None:
+        """Makes room for steps of so many trees of so many positions. Default: branches are decodes."""
         return
 
     def variants(self, num_rows: int) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ class LatentKernels(PagedKernels):
             self.shape.scale,
             workspace,
             out,
+            tails=step.tails,
             use_pdl=use_pdl,
         )
 

@@ -19,6 +19,8 @@ from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_
 from radixmesh.kernels.attention.extend_attention import paged_extend
 from radixmesh.kernels.attention.mla_prompt import ChunkTokens
 from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode
+from radixmesh.kernels.attention.tree_attention import MAX_POSITIONS, TreeWorkspace, paged_tree_attention
+from radixmesh.kernels.kv_fp8 import KV_FP8
 
 
 class PagedInputs(NamedTuple):
@@ -80,6 +82,14 @@ class PagedKernels(ABC):
     @abstractmethod
     def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
         """Queries and `out` of all rows."""
+
+    def tree_workspace(self, max_rows: int, num_positions: int) -> TreeWorkspace | None:
+        """For `attend_trees`; None where no kernel has masks for such a pool."""
+        return None
+
+    def attend_trees(self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace) -> torch.Tensor:
+        """Attention of all rows, which are the positions of trees: [T, H, d]."""
+        raise AssertionError("no kernel has masks of trees here")
 
     def few_rows_workspace(self) -> DecodeWorkspace | None:
         """For `decode_expanded`, which steps of up to MAX_ROWS decodes take; None where they do not."""
@@ -157,7 +167,32 @@ class KeyValueKernels(PagedKernels):
             softcap=self.shape.softcap,
             sinks_H=inputs.sinks,
             attention_chunk=inputs.attention_chunk,
+            tails=step.tails,
             use_pdl=use_pdl,
+        )
+
+    def tree_workspace(self, max_rows: int, num_positions: int) -> TreeWorkspace | None:
+        shape = self.shape
+        if shape.softcap is not None or self.dtype == KV_FP8 or num_positions > MAX_POSITIONS:
+            return None
+        return TreeWorkspace(
+            max_rows, num_positions, shape.num_heads, shape.num_kv_heads, shape.head_dim, self.device, self.dtype
+        )
+
+    def attend_trees(self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace) -> torch.Tensor:
+        masks = step.masks
+        assert masks is not None
+        return paged_tree_attention(
+            inputs.query,
+            inputs.keys,
+            inputs.values,
+            step.page_tables,
+            masks.slots_B,
+            masks.prefix_lens_B,
+            masks.masks_T,
+            self.page_size,
+            self.shape.scale,
+            workspace,
         )
 
     def shared_decode(

@@ -29,6 +29,9 @@ class PoolAttention(DeviceAttention):
     def reserve(self, num_rows: int) -> None:
         self.inner.reserve(num_rows)
 
+    def reserve_trees(self, num_rows: int, num_positions: int) -> None:
+        self.inner.reserve_trees(num_rows, num_positions)
+
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return self.inner.variants(num_rows)
 

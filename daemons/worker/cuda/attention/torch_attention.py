@@ -6,6 +6,7 @@ import torch
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
+from radixmesh.kernels.attention.split_pieces import with_tail
 from radixmesh.kernels.kv_fp8 import take_rows
 
 
@@ -53,6 +54,8 @@ class _TorchStep(StepAttention):
         for first, num_rows, slot, kv_len in self._sequences:
             positions = torch.arange(kv_len, device=query_THd.device)
             kv_indices = self._step.page_tables[slot, positions // size].long() * size + positions % size
+            if self._step.tails is not None:
+                kv_indices = with_tail(kv_indices, positions, self._step.tails, first)
             keys_LHd = take_rows(keys_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
             values_LHd = take_rows(values_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
             query = query_THd[first : first + num_rows].float()

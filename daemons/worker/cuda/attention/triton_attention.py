@@ -16,8 +16,12 @@ from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, plan_d
 from radixmesh.kernels.attention.mla_merge import MAX_ROWS
 from radixmesh.kernels.attention.mla_prompt import ChunkTokens
 from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
+from radixmesh.kernels.attention.tree_attention import TreeWorkspace, plan_trees
 
 SHARED = "shared"
+LEAST_MASKED_TREES = 4
+"""From so many trees of drafts on a step reads the prefix of each once, for all of its positions. Fewer fill the device
+only if each position is a decode of its own."""
 
 
 class TritonAttention(DeviceAttention):
@@ -56,6 +60,8 @@ class TritonAttention(DeviceAttention):
         # row's bits would depend on who shares it.
         can_share = not (is_deterministic or attention_chunks or has_sinks) and set(windows) == {None}
         self.shared = kernels.shared_workspace(max_rows) if can_share else None
+        self._can_share = can_share
+        self._trees: TreeWorkspace | None = None
         # In deterministic mode a row is computed alike beside any others.
         self.few_rows = None if is_deterministic else kernels.few_rows_workspace()
         self._watch = PrefixWatch(kernels.page_size)
@@ -66,6 +72,11 @@ class TritonAttention(DeviceAttention):
             # Graphs that were captured with the smaller one go on writing to it.
             self._captured.append(self.workspace)
             self.workspace, self._max_rows = self._create_workspace(num_rows), num_rows
+
+    def reserve_trees(self, num_rows: int, num_positions: int) -> None:
+        # Made once: what is captured with it stays valid.
+        if self._trees is None and self._can_share:
+            self._trees = self.kernels.tree_workspace(num_rows, num_positions)
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
@@ -87,23 +98,29 @@ class TritonAttention(DeviceAttention):
             step = _as_decodes(step)
         # Beside chunks, what comes after the decode rows is not theirs to write.
         skips_empty = step.num_chunks > 0
-        is_few = is_all_decodes and variant != SHARED and step.num_decodes <= MAX_ROWS
+        trees = None
+        if step.masks is not None and len(step.masks.slots_B) >= LEAST_MASKED_TREES:
+            trees = self._trees
+        is_few = is_all_decodes and step.tails is None and variant != SHARED and step.num_decodes <= MAX_ROWS
         few_rows = self.few_rows if is_few else None
         if variant == SHARED:
             assert self.shared is not None
             plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
+        elif trees is not None:
+            assert step.masks is not None
+            plan_trees(step.masks.prefix_lens_B, trees)
         elif step.num_decodes:
             # Beside the kernel that writes the lengths the plan would be made too early.
             use_pdl = self.use_pdl and is_all_decodes and step.is_from_host
             workspace = few_rows or self.workspace
             plan_decode(step.decode_kv_lens, workspace, skips_empty=skips_empty, use_pdl=use_pdl)
         tokens = None if projected is None else projected.to(step.page_tables.device)
-        return _TritonStep(self, step, tokens, few_rows, is_shared=variant == SHARED)
+        return _TritonStep(self, step, tokens, few_rows, trees, is_shared=variant == SHARED)
 
 
 class _TritonStep(StepAttention):
     """tokens: of chunks that are computed in the up-projected form, on the device. few_rows: planned for the step,
-    whose rows `attend_expanded` computes then."""
+    whose rows `attend_expanded` computes then. trees: planned for the step, whose rows are all positions of trees."""
 
     def __init__(
         self,
@@ -111,6 +128,7 @@ class _TritonStep(StepAttention):
         step: DeviceStep,
         tokens: ChunkTokens | None,
         few_rows: DecodeWorkspace | None,
+        trees: TreeWorkspace | None,
         *,
         is_shared: bool,
     ) -> None:
@@ -118,6 +136,7 @@ class _TritonStep(StepAttention):
         self._step = step
         self._tokens = tokens
         self._few_rows = few_rows
+        self._trees = trees
         self._is_shared = is_shared
         self.first_projected = None if tokens is None else step.num_decodes
 
@@ -134,8 +153,10 @@ class _TritonStep(StepAttention):
         assert self._few_rows is None
         step, attention = self._step, self._attention
         kernels, num_decodes = attention.kernels, step.num_decodes
-        out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
         inputs = PagedInputs(query_THd, keys_SKd, values_SKd, window, sinks_H, attention_chunk)
+        if self._trees is not None:
+            return kernels.attend_trees(inputs, step, self._trees)
+        out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
         if num_decodes:
             of_decodes = inputs._replace(query=query_THd[:num_decodes])
             out, use_pdl = out_THv[:num_decodes], attention.use_pdl

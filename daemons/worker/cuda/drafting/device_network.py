@@ -1,8 +1,8 @@
-"""A network that drafts inside the steps of a GPU: it follows what the target computes, and drafts a chain.
+"""A network that drafts inside the steps of a GPU: it follows what the target computes, and drafts a chain or a tree.
 
     chunks      features of their tokens are kept, and the network computes its own KV   with the target's forward
     propose     tokens that it lacks, the last one with them, give the first draft;      before the target's forward
-                then a row a draft
+                then a row a draft, or the frontier of a tree, level by level (`network_trees.py`)
     computed    features of what the target verified are kept; its KV there is stale     behind the target's forward
 
 All of it is launches of captured steps: which tokens are lacking is found on the device (kernels/sampling/follow.py).
@@ -23,15 +23,20 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
+from radixmesh.daemons.worker.cuda.drafting.network_trees import NetworkTrees, scratch_tokens
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.daemons.worker.speculation.draft_tree import TreeShape
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, Drafter, DraftRow
+from radixmesh.kernels.attention.split_pieces import Tails
 from radixmesh.kernels.rope_kv import KvTarget
+from radixmesh.kernels.sampling.draft_trees import TreeRows
 from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
 from radixmesh.kernels.sampling.follow import chain_rows, follow_chunks, follow_rows, tokens_written, write_entries
+from radixmesh.kernels.sampling.grow_trees import BranchRows
 from radixmesh.kernels.sampling.network_rows import ChainRows, FreshTokens, NetworkRows, NetworkShape
 from radixmesh.kernels.sampling.sample import TokenTarget
 
@@ -41,7 +46,8 @@ _INT_MAX = 2**31 - 1
 
 
 class DeviceNetwork(DeviceDrafter):
-    """pool: the network's KV, by token, and one token more for padding. max_rows: of a catch-up, as of a step."""
+    """pool: the network's KV, by token, and one token more for padding; with trees the tokens before that one are those
+    of branches, `scratch_tokens()` for as many rows as there are slots. max_rows: of a catch-up, as of a step."""
 
     def __init__(
         self,
@@ -59,14 +65,16 @@ class DeviceNetwork(DeviceDrafter):
         max_total_len: int,
         max_rows: int,
         max_chain: int,
+        tree: TreeShape | None = None,
     ) -> None:
         """tables_SL: int32, memory for the network's own page tables, which the attention reads. page_size: of the
         target's pages. dtype: of features. max_chain: most drafts of a row, of those that a step verifies: grammars may
-        force more."""
+        force more. tree: shape of the drafts of a row; None: they are a chain."""
         where = device.torch_device
         self.hidden_layers = hidden_layers
         self._device, self._network, self._pool, self._attention = device, network, pool, attention
         self._slots, self._page_size, self._max_rows, self._max_chain = slots, page_size, max_rows, max_chain
+        self._tree, self.has_trees = tree, tree is not None
         num_tokens = pool.num_pages + 1
         self._shape = NetworkShape(1 if num_features else 0, page_size, max_total_len, pool.zero_slot)
         self._features_NF = torch.zeros(num_tokens, num_features, dtype=dtype, device=where) if num_features else None
@@ -90,7 +98,20 @@ class DeviceNetwork(DeviceDrafter):
         self._columns = max_drafts + 1
         self._rows = NetworkRows.allocate(max_rows * self._columns, max_rows, where)
         self._chain = ChainRows.allocate(max_rows, where)
-        self._attention.reserve(max_rows * self._columns)
+        self._attention.reserve(max_rows * max(self._columns, 1 if self._tree is None else self._tree.topk))
+        self._trees: NetworkTrees | None = None
+        if self._tree is not None:
+            self._trees = NetworkTrees(
+                self._tree,
+                self._network,
+                self._shape,
+                sampler,
+                max_rows=max_rows,
+                scratch_first=self._pool.zero_slot - scratch_tokens(self._tree, max_rows),
+                dummy_slot=self._slots.dummy_slot,
+                has_features=self._features_NF is not None,
+                device=where,
+            )
         self._sampled_1B = torch.zeros(1, max_rows, dtype=torch.int32, device=where)
         self._zero_1 = torch.zeros(1, dtype=torch.int32, device=where)
         self._no_last_S = torch.zeros_like(state.last_tokens)
@@ -106,6 +127,9 @@ class DeviceNetwork(DeviceDrafter):
         write_entries(inputs, state)
         follow_rows(inputs, state, self._fresh, self._shape, rows, chain)
         output = self._compute(rows, num_rows, self._columns).index_select(0, chain.last_rows)
+        if self._trees is not None:
+            self._trees.grow(output, inputs, chain, self._forward_branches)
+            return
         sampled_B = self._sampled_1B[0, :num_rows]
         target = TokenTarget(ring_RT=self._sampled_1B, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
         for number in range(self._most):
@@ -118,9 +142,14 @@ class DeviceNetwork(DeviceDrafter):
                     sampled_B, features_BF, self._target(chain.positions, chain.slots), self._attention.begin(step, "")
                 )
 
-    def computed(self, rows: DraftRows, hidden: HiddenStates) -> None:
-        written_T = tokens_written(rows.positions, rows.slots, self._state, self._fresh, self._page_size)
+    def computed(self, rows: DraftRows, hidden: HiddenStates, trees: TreeRows | None = None) -> None:
+        tokens_T = None if trees is None else trees.tokens_T
+        written_T = tokens_written(rows.positions, rows.slots, self._state, self._fresh, self._page_size, tokens_T)
         self._keep(written_T, hidden)
+
+    def kept_planes(self) -> list[torch.Tensor]:
+        # The network's own KV of these tokens is stale since the target wrote them.
+        return [] if self._features_NF is None else [self._features_NF[None]]
 
     def computed_chunks(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DeviceStep, hidden: HiddenStates
@@ -225,6 +254,7 @@ class DeviceNetwork(DeviceDrafter):
         decodes: tuple[torch.Tensor, torch.Tensor] | None,
         chunks: NetworkRows | None = None,
         max_chunk_len: int = 0,
+        tails: Tails | None = None,
     ) -> DeviceStep:
         nothing = slots[:0]
         decode_slots, decode_kv_lens = decodes or (nothing, nothing)
@@ -239,8 +269,14 @@ class DeviceNetwork(DeviceDrafter):
             chunk_row_starts=chunks.chunk_row_starts if has_chunks and chunks is not None else nothing,
             chunk_kv_lens=chunks.chunk_kv_lens if has_chunks and chunks is not None else nothing,
             max_chunk_len=max_chunk_len if has_chunks else 0,
+            tails=tails,
             is_from_host=False,
         )
+
+    def _forward_branches(self, rows: BranchRows, features_TF: torch.Tensor | None) -> torch.Tensor:
+        step = self._step(rows.slots, rows.positions, decodes=(rows.slots, rows.kv_lens), tails=rows.tails)
+        target = self._target(rows.positions, rows.slots)._replace(tokens_T=rows.tokens)
+        return self._network.forward(rows.ids, features_TF, target, self._attention.begin(step, ""))
 
     def _target(self, positions: torch.Tensor, slots: torch.Tensor) -> KvTarget:
         return KvTarget(positions, slots, self._fresh.tables_SL, 1)

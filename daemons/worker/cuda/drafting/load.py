@@ -21,6 +21,7 @@ from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork
 from radixmesh.daemons.worker.cuda.drafting.eagle3 import LoadedEagle3
 from radixmesh.daemons.worker.cuda.drafting.mtp import LoadedMtp
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
+from radixmesh.daemons.worker.cuda.drafting.network_trees import scratch_tokens
 from radixmesh.daemons.worker.cuda.drafting.standalone import LoadedStandalone
 from radixmesh.daemons.worker.cuda.kernel_choice import create_kernels
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
@@ -83,7 +84,8 @@ def network_work_bytes(network: LoadedNetwork | None, settings: DeviceSettings, 
         return 0
     rows = max(settings.max_tokens_per_step, settings.num_slots * (settings.speculation.max_drafts + 1))
     tables = 4 * (settings.num_slots + 1) * (max_total_len + 1)
-    return rows * network.row_bytes() + tables + 4 * max_total_len * network.attention_shape.head_dim
+    scratch = scratch_tokens(settings.speculation.tree, settings.num_slots) * token_bytes(network)
+    return rows * network.row_bytes() + tables + scratch + 4 * max_total_len * network.attention_shape.head_dim
 
 
 def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -> NetworkCreator | None:
@@ -93,7 +95,7 @@ def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -
     if network is None:
         return None
     assert settings.speculation is not None, "a network that nobody asked for"
-    max_chain = settings.speculation.max_drafts
+    max_chain, tree = settings.speculation.max_drafts, settings.speculation.tree
     by_token = replace(settings, page_size=1, deterministic=False)
     dtype = loaded.attention.query_dtype
     attention = AttentionChoice(
@@ -103,8 +105,8 @@ def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -
         kv_dtype=dtype,
         latent_rank=network.latent_rank,
     )
-    # One page more than the target's has the rows of padding, and its last token is what is read where nothing is.
-    num_tokens = (num_pages + 1) * settings.page_size
+    # One page more than the target's has the rows of padding, and the last token is what is read where nothing is.
+    num_tokens = (num_pages + 1) * settings.page_size + scratch_tokens(tree, limits.num_slots)
     where = loaded.device.torch_device
 
     def create(slots: SlotState) -> DeviceNetwork:
@@ -131,6 +133,7 @@ def network_creator(loaded: ModelOnDevice, num_pages: int, model: DeviceModel) -
             max_total_len=max_total_len,
             max_rows=limits.max_tokens_per_step,
             max_chain=max_chain,
+            tree=tree,
         )
 
     return create
@@ -147,7 +150,7 @@ def _eagle3(folder: Path, target: LoadedModel, placement: Placement, settings: D
     else:
         load_tensors(folder, built.targets)
     built.check(folder)
-    return LoadedEagle3(built, settings.num_slots)
+    return LoadedEagle3(built, _max_logits(settings))
 
 
 def _mtp(target: LoadedModel) -> LoadedNetwork:
@@ -180,4 +183,10 @@ def _standalone(
     if not model.can_capture:
         raise no_drafter(folder, "is computed by modules of transformers, which no step of the cuda backend can hold")
     kernels = create_kernels(settings, model, tuned_rows(graph_rows, settings.max_drafts), where)
-    return LoadedStandalone(model, kernels, settings.num_slots)
+    return LoadedStandalone(model, kernels, _max_logits(settings))
+
+
+def _max_logits(settings: DeviceSettings) -> int:
+    """Rows whose logits a network computes at once: a draft of each row, or the frontier of its tree."""
+    assert settings.speculation is not None
+    return settings.num_slots * settings.speculation.topk

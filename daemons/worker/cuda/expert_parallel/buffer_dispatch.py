@@ -2,7 +2,8 @@
 
 A library lays out what comes as [experts of this rank, rows of all ranks, D], of which the first rows of each expert
 are there; it multiplies by the picks' weights and adds them where the rows came from. Its kernels may be recorded in
-graphs: nothing depends on how many rows come. Rows are bfloat16.
+graphs: nothing depends on how many rows come. Rows are bfloat16. There is memory for all rows of a full step at each
+expert, of which a step fills little: its rows are packed before experts read them.
 
 Legend: T rows of this rank, A picks of a row, P slots of this rank, X rows that one of them has memory for, D hidden
 size.
@@ -71,7 +72,7 @@ class LowLatencyBuffer(Protocol):
     def destroy(self) -> None: ...
 
 
-# Of the size of all rows that come.
+# Of the size of all rows that can come: rows and results, of two halves of a step.
 _TENSORS = 4
 
 OpenBuffer = Callable[[BufferShape], LowLatencyBuffer]
@@ -79,12 +80,14 @@ OpenBuffer = Callable[[BufferShape], LowLatencyBuffer]
 
 
 class _Sent(NamedTuple):
-    """Way back. slots, weights: of this rank's own rows, as they were sent."""
+    """Way back. slots, weights: of this rank's own rows, as they were sent. shape: of what came, [P, X, D]. places_R:
+    of the packed rows in it, P X for those that are none; None: nothing was packed."""
 
     slots_TA: torch.Tensor
     weights_TA: torch.Tensor
     handle: object
     shape: torch.Size
+    places_R: torch.Tensor | None = None
 
 
 class BufferDispatch(DeviceDispatch):
@@ -170,21 +173,16 @@ class BufferDispatch(DeviceDispatch):
         self._received()
         x_PXD, counts_P, handle, receive = buffer.dispatch(x_TD, slots_TA, is_split=self.is_cut)
         received = self._under_way(receive)
+        most = self.room * self.size * min(slots_TA.shape[1], len(x_PXD))
 
         def came() -> Came:
             received()
             sent = _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape)
-            return self._came(x_PXD, counts_P, num_held, sent)
+            if most < x_PXD.shape[0] * x_PXD.shape[1]:
+                return _packed(x_PXD, counts_P, num_held, most, sent)
+            return _as_they_lie(x_PXD, counts_P, num_held, sent)
 
         return came
-
-    def _came(self, x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, sent: _Sent) -> Came:
-        num_slots, num_rows, _ = x_PXD.shape
-        is_there_PX = torch.arange(num_rows, device=x_PXD.device) < counts_P[:, None]
-        held_PX = torch.arange(num_slots, device=x_PXD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
-        picked_R1 = torch.where(is_there_PX, held_PX, num_held).int().view(-1, 1)
-        own = Routes(picked_R1, is_there_PX.float().view(-1, 1))
-        return Came(x_PXD.flatten(0, 1), own, sent)
 
     def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
         sent = came.route
@@ -192,7 +190,7 @@ class BufferDispatch(DeviceDispatch):
             return self._normal.start_combine(came, results_RD)
         assert self._buffer is not None
         self._received()
-        results_PXD = results_RD.view(sent.shape)
+        results_PXD = results_RD.view(sent.shape) if sent.places_R is None else _unpacked(results_RD, sent)
         combined_TD, receive = self._buffer.combine(
             results_PXD, sent.slots_TA, sent.weights_TA, sent.handle, is_split=self.is_cut
         )
@@ -219,6 +217,39 @@ class BufferDispatch(DeviceDispatch):
         receive, self._receive = self._receive, None
         if receive is not None:
             receive()
+
+
+def _as_they_lie(x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, sent: _Sent) -> Came:
+    num_slots, num_rows, _ = x_PXD.shape
+    is_there_PX = torch.arange(num_rows, device=x_PXD.device) < counts_P[:, None]
+    held_PX = torch.arange(num_slots, device=x_PXD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
+    picked_R1 = torch.where(is_there_PX, held_PX, num_held).int().view(-1, 1)
+    return Came(x_PXD.flatten(0, 1), Routes(picked_R1, is_there_PX.float().view(-1, 1)), sent)
+
+
+def _packed(x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, most: int, sent: _Sent) -> Came:
+    """Rows that are there, one behind the other, with padding up to `most`: no more can come, and the host knows no
+    other number."""
+    num_slots, num_rows, _ = x_PXD.shape
+    ends_P = counts_P.cumsum(0)
+    rows_R = torch.arange(most, device=x_PXD.device)
+    is_there_R = rows_R < ends_P[-1]
+    held_R = torch.searchsorted(ends_P, rows_R, right=True).clamp_(max=num_slots - 1)
+    places_R = held_R * num_rows + rows_R - (ends_P - counts_P)[held_R]
+    places_R = torch.where(is_there_R, places_R, num_slots * num_rows)
+    x_RD = x_PXD.flatten(0, 1).index_select(0, places_R.clamp(max=num_slots * num_rows - 1))
+    picked_R1 = torch.where(is_there_R, held_R, num_held).int()[:, None]
+    return Came(x_RD, Routes(picked_R1, is_there_R.float()[:, None]), sent._replace(places_R=places_R))
+
+
+def _unpacked(results_RD: torch.Tensor, sent: _Sent) -> torch.Tensor:
+    """[P, X, D], anything where no row came."""
+    assert sent.places_R is not None
+    num_slots, num_rows, hidden = sent.shape
+    # Padding goes to a row behind the last one.
+    results_XD = results_RD.new_empty(num_slots * num_rows + 1, hidden)
+    results_XD.index_copy_(0, sent.places_R, results_RD)
+    return results_XD[:-1].view(sent.shape)
 
 
 def receiver(hook: Receive | None, *kept: torch.Tensor) -> Receive:

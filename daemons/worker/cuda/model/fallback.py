@@ -90,8 +90,7 @@ class DeviceFallback(DeviceModel):
     ) -> torch.Tensor:
         assert hidden is None, "modules of transformers show no hidden states"
         positions_T = target.positions_T.long()
-        pages_T = target.page_tables[target.row_slots_T.long(), positions_T // target.page_size].long()
-        places_T = pages_T * target.page_size + positions_T % target.page_size
+        places_T = target.indices()
         return self._model.hidden(x_TD[:, 0].long(), positions_T, partial(self._attend, places_T, attention))
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:

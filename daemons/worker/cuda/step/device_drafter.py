@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
+
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.models.model import HiddenStates
+from radixmesh.kernels.sampling.draft_trees import TreeRows
 from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths
 from radixmesh.kernels.sampling.ngram import propose_ngrams
 
@@ -19,10 +22,12 @@ class DeviceDrafter(ABC):
     """The seam's device end. Its work is part of captured steps: fixed launches, and no wait for the host.
 
     One that keeps something of tokens is told what happens to them; by default nothing is kept. hidden_layers: layers
-    of the target whose outputs `computed` takes, from 0.
+    of the target whose outputs `computed` takes, from 0. has_trees: drafts are trees, with what each follows in
+    parents_WB of the inputs.
     """
 
     hidden_layers: tuple[int, ...] = ()
+    has_trees: bool = False
 
     def begin(self, state: SlotLengths, sampler: SlotSampler, *, max_rows: int, max_drafts: int) -> None:
         """Before all steps: of up to max_rows rows, each with up to max_drafts drafts."""
@@ -36,9 +41,14 @@ class DeviceDrafter(ABC):
         state.tokens_SL has prompt and output of each slot, but not yet its last token, which may be sent with `inputs`.
         """
 
-    def computed(self, rows: DraftRows, hidden: HiddenStates) -> None:
-        """The target computed these positions; `hidden` has its states. Part of the step."""
+    def computed(self, rows: DraftRows, hidden: HiddenStates, trees: TreeRows | None = None) -> None:
+        """The target computed these positions; `hidden` has its states. Part of the step. trees: of steps with trees,
+        where the KV of positions is."""
         return
+
+    def kept_planes(self) -> list[torch.Tensor]:
+        """Memory by the token of the target's pool, [layers, tokens, ...], whose rows move with its KV."""
+        return []
 
     def warm_up(self) -> None:
         """Compiles what is launched outside of captured steps."""

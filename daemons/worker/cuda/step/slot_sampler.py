@@ -15,6 +15,7 @@ from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
+from radixmesh.kernels.sampling.grow_trees import Candidates, RankScratch, rank_drafts
 from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
 from radixmesh.kernels.sampling.sample import (
     SampleScratch,
@@ -24,7 +25,7 @@ from radixmesh.kernels.sampling.sample import (
     sample_greedily,
     sample_rows,
 )
-from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
+from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams
 
 _INT32_MAX = 2**31 - 1
 # Asked for in every step: an enum's own operators take microseconds.
@@ -57,7 +58,7 @@ class SlotSampler:
             max_suppressed=MAX_SUPPRESSED_IDS,
             device=device,
         )
-        self._max_rows, self._vocab_size = max_rows, vocab_size
+        self._max_rows, self.vocab_size = max_rows, vocab_size
         self._scratch = SampleScratch(max_rows, vocab_size, device, has_penalties=False)
         self._penalty_scratch: SampleScratch | None = None
         self._admitted: dict[int, Admit] = {}
@@ -107,10 +108,10 @@ class SlotSampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
-        compile_sampling(self._params, self._vocab_size, dtype)
-        compile_logprobs(self._params, self._vocab_size, dtype)
+        compile_sampling(self._params, self.vocab_size, dtype)
+        compile_logprobs(self._params, self.vocab_size, dtype)
         if self._masks is not None:
-            self._masks.warm_up(dtype, self._vocab_size, self.tokens_SL)
+            self._masks.warm_up(dtype, self.vocab_size, self.tokens_SL)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
@@ -118,7 +119,7 @@ class SlotSampler:
             self._masks.admitted(admit)
         self._needs[admit.slot] = needs_of(admit)
         num_top = admit.sampling.num_top_logprobs
-        self._num_top[admit.slot] = -1 if num_top is None else min(num_top, self._vocab_size)
+        self._num_top[admit.slot] = -1 if num_top is None else min(num_top, self.vocab_size)
         self._admitted[admit.slot] = admit
 
     def send(self) -> None:
@@ -164,6 +165,18 @@ class SlotSampler:
         and penalties count for the target alone."""
         sample_rows(logits_TV, SlotRows(self._params, slots, positions), self._scratch, target, Needs.NOISE)
 
+    def rank_drafts(
+        self,
+        logits_RV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        scratch: RankScratch,
+        level: int,
+        found: Candidates,
+    ) -> None:
+        """The ids that `sample_drafts` is likeliest to take become candidates of a level of trees."""
+        rank_drafts(logits_RV, slots, positions, self._params, scratch, level, found)
+
     def resample(
         self,
         logits_TV: torch.Tensor,
@@ -171,10 +184,11 @@ class SlotSampler:
         positions: torch.Tensor,
         host_slots: IntArray,
         target: TokenTarget,
+        branches: Branches | None = None,
     ) -> None:
         """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
         if self._need_bits(host_slots) & _BEYOND_LOGPROBS:
-            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True)
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True, branches=branches)
 
     def sample(
         self,
@@ -185,14 +199,16 @@ class SlotSampler:
         target: TokenTarget,
         *,
         has_highest: bool = False,
+        branches: Branches | None = None,
     ) -> None:
         """Samples a token from each row of logits into `target`. slots and positions: int32 [rows] on the device.
 
-        has_highest: `sample_greedily` ran on the same logits just before.
+        has_highest: `sample_greedily` ran on the same logits just before. branches: of rows that are not behind all of
+        their slot's tokens.
         """
         needs = self._needs_of(host_slots)
         scratch = self._with_penalties() if Needs.PENALTIES in needs else self._scratch
-        rows = SlotRows(self._params, slots, positions)
+        rows = SlotRows(self._params, slots, positions, branches)
         sample_rows(logits_TV, rows, scratch, target, needs, has_highest=has_highest)
 
     def asking(self, host_slots: IntArray) -> Asking:
@@ -227,7 +243,7 @@ class SlotSampler:
     def _with_penalties(self) -> SampleScratch:
         """Made when first needed: it is large."""
         if self._penalty_scratch is None:
-            self._penalty_scratch = SampleScratch(self._max_rows, self._vocab_size, self._device, has_penalties=True)
+            self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, self._device, has_penalties=True)
         return self._penalty_scratch
 
     def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:

@@ -4,6 +4,7 @@
     graph     fetch -> propose, where the device drafts -> expand by the lengths on the device
               -> forward of B x (k + 1) positions -> greedy sample
     behind    resample and logprobs where a row asks for them -> accept: lengths, last tokens, counts
+              -> of trees, KV of the accepted path to where its positions lie
 
 Exact lengths live on the device beside the last tokens, so the next step may be launched before this one has run. What
 a position samples is what a decode would sample there, with the noise of its position: drafts change no token.
@@ -20,7 +21,7 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, TreeMasks
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
@@ -35,6 +36,7 @@ from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, NoDrafts, drafts_of
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
+from radixmesh.kernels.sampling.draft_trees import TreeRows, branch_rows, move_paths
 from radixmesh.kernels.sampling.drafts import (
     DraftInputs,
     DraftRows,
@@ -54,13 +56,20 @@ each position is a decode of its own, whose KV is split."""
 
 class Verifying(NamedTuple):
     """A launched step. padded: its rows and those of padding. num_positions: of a row. asking: the rows that ask for
-    logprobs; positions: the positions of these rows."""
+    logprobs; positions: the positions of these rows. has_trees: tokens come with the positions that they were sampled
+    at."""
 
     slots: IntArray
     padded: int
     num_positions: int
     asking: Asking
     positions: Asking
+    has_trees: bool
+
+    @property
+    def num_ints(self) -> int:
+        """Of the step in the ring: tokens, counts and numbers of drafts, and of trees the positions."""
+        return self.padded * (self.num_positions * (2 if self.has_trees else 1) + 2)
 
 
 class Yielded(NamedTuple):
@@ -92,9 +101,10 @@ class VerifySteps:
         graph_rows: tuple[int, ...],
         lengths: DraftLengths | None = None,
         chains: SlotChains | None = None,
+        kv_planes: list[torch.Tensor],
     ) -> None:
         """lengths: says before each step whether it drafts; None: all do. chains: masks of the slots that follow
-        grammars, which are drafted from there; None: none does."""
+        grammars, which are drafted from there; None: none does. kv_planes: the pool's, [layers, tokens, ...]."""
         self._device = device
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
@@ -114,8 +124,20 @@ class VerifySteps:
         max_rows = slots.dummy_slot
         self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
         self._graphs = DecodeGraphs(device, graph_rows)
-        # A row of the ring holds the tokens of all positions, then the counts of all rows, then their drafts' number.
-        self._ring = TokenRing(device, max_rows=max_rows * (self._num_positions + 2))
+        # Of trees: the parents of drafts, what they are to attention, and what moves with the KV of the accepted path.
+        self._has_trees = self._follower is not None and self._follower.has_trees
+        self._parents_WB: torch.Tensor | None = None
+        if self._has_trees:
+            assert self._follower is not None
+            where = device.torch_device
+            self._parents_WB = torch.zeros(max_drafts, max_rows, dtype=torch.int32, device=where)
+            self._trees = TreeRows.allocate(max_rows, 1 + max_drafts, where)
+            self._moved = [*kv_planes, *self._follower.kept_planes()]
+            attention.reserve_trees(max_rows, 1 + max_drafts)
+        # A row of the ring holds the tokens of all positions, then the counts of all rows, then their drafts' number,
+        # and of trees the positions of the tokens.
+        size = self._num_positions * (2 if self._has_trees else 1) + 2
+        self._ring = TokenRing(device, max_rows=max_rows * size)
         widths = {1 + max_drafts} if lengths is None else {1, 1 + max_drafts}
         self._rows = {width: DraftRows.allocate(max_rows, width, device.torch_device) for width in widths}
         self._sampled_1T = torch.zeros_like(self._rows[1 + max_drafts].tokens)[None]
@@ -150,11 +172,10 @@ class VerifySteps:
         if not self._graphs.sizes:
             self._stage(None, num_rows, width)
             self._forward(num_rows, width)
-        rows, slots = self._rows[width].of(num_rows), self._inputs(num_rows).slots
+        rows = self._rows[width].of(num_rows)
         masks = (None,) if self._chains is None else (None, self._chains.taken(len(rows.slots)))
         for taken_T in masks:
-            to = self._target(num_rows, width).ring_RT[0], slots, rows, self._state, self._ring.rows
-            accept_drafts(*to, self._staging.ring_index_1, taken_T)
+            self._accept(num_rows, width, taken_T)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot: what is drafted for it."""
@@ -176,7 +197,9 @@ class VerifySteps:
         self._stage(rows, bucket or num_rows, width)
         logits_TV = self._forward(num_rows, width) if bucket is None else self._graphs.replay(bucket, str(width))
         padded = bucket or num_rows
-        drafted, inputs = self._rows[width].of(padded), self._inputs(padded)
+        drafted = self._rows[width].of(padded)
+        has_trees = self._has_trees and width > 1
+        branches = self._trees.of(padded).branches if has_trees else None
         asking = self._sampler.asking(rows.slots)
         target = self._target(padded, width)
         as_they_were_TV, taken_T = logits_TV, None
@@ -184,11 +207,11 @@ class VerifySteps:
             if asking.rows:
                 as_they_were_TV = logits_TV.clone()
             self._chains.apply(logits_TV, drafted.slots, drafted.kv_lens)
-            self._sampler.sample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
+            self._sampler.sample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target, branches=branches)
             self._chains.settle(drafted.slots, drafted.kv_lens, target, self._sampler.tokens_SL)
             taken_T = self._chains.taken(len(drafted.slots))
         else:
-            self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
+            self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target, branches)
         positions = _positions_of(asking, width)
         ring_index_1 = self._staging.ring_index_1
         if asking.rows:
@@ -196,21 +219,25 @@ class VerifySteps:
             tokens_RT = target.ring_RT.expand(len(self._ring.rows), -1)
             to = TokenTarget(ring_RT=tokens_RT, ring_index_1=ring_index_1, last_tokens_S=self._no_last_S)
             self._sampler.logprobs(as_they_were_TV, drafted.slots, to, self._ring.logprobs, positions)
-        accept_drafts(target.ring_RT[0], inputs.slots, drafted, self._state, self._ring.rows, ring_index_1, taken_T)
-        return Verifying(rows.slots, padded, width, asking, positions)
+        self._accept(padded, width, taken_T)
+        return Verifying(rows.slots, padded, width, asking, positions, has_trees)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
-        """Sampled tokens of all positions, then counts and numbers of drafts; logprobs by position."""
+        """Sampled tokens of all positions, then counts and numbers of drafts, and of trees the positions of the tokens;
+        logprobs by position."""
         self._staging.fence(done)
-        return self._ring.fetch(verifying.padded * (verifying.num_positions + 2), done, verifying.positions)
+        return self._ring.fetch(verifying.num_ints, done, verifying.positions)
 
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
-        count, size = len(verifying.slots), verifying.num_positions
+        count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
         tokens = fetched.tokens[: count * size].reshape(count, size)
-        counts, num_drafts = fetched.tokens[verifying.padded * size :].reshape(2, verifying.padded)[:, :count]
+        counts, num_drafts = fetched.tokens[padded * size :][: 2 * padded].reshape(2, padded)[:, :count]
+        places: IntArray = np.broadcast_to(np.arange(size, dtype=np.int32), (count, size))
+        if verifying.has_trees:
+            places = fetched.tokens[padded * (size + 2) :][: count * size].reshape(count, size)
         logprobs = {
-            row: _joined([fetched.logprobs[row * size + number] for number in range(counts[row])])
+            row: _joined([fetched.logprobs[row * size + number] for number in places[row, : counts[row]].tolist()])
             for row in verifying.asking.rows
             if counts[row]
         }
@@ -278,7 +305,19 @@ class VerifySteps:
             window_WB=columns[_COLUMNS:],
             entries_E2=staging.entries_E2(num_rows),
             num_entries_1=staging.num_entries_1,
+            parents_WB=self._parents_WB,
         )
+
+    def _accept(self, num_rows: int, width: int, taken_T: torch.Tensor | None) -> None:
+        """Advances the slots by what was sampled. taken_T: masks of the positions."""
+        inputs, sampled_T = self._inputs(num_rows), self._target(num_rows, width).ring_RT[0]
+        to = sampled_T, inputs.slots, self._rows[width].of(num_rows), self._state, self._ring.rows
+        if not self._has_trees or width == 1:
+            accept_drafts(*to, self._staging.ring_index_1, taken_T)
+            return
+        trees = self._trees.of(num_rows)
+        accept_drafts(*to, self._staging.ring_index_1, taken_T, inputs.parents_WB, trees.paths_BP)
+        move_paths(self._moved, trees)
 
     def _target(self, num_rows: int, width: int) -> TokenTarget:
         sampled_1T = self._sampled_1T[:, : num_rows * width]
@@ -293,7 +332,11 @@ class VerifySteps:
             self._on_device.propose(inputs, self._state)
         expand_drafts(inputs, self._state, rows)
         tables, nothing = self._slots.page_tables, rows.slots[:0]
-        is_chunked = num_rows >= LEAST_CHUNKS and width > 1
+        trees: TreeRows | None = None
+        if self._has_trees and width > 1:
+            trees = self._trees.of(num_rows)
+            branch_rows(inputs, self._state, rows, trees, self._page_size)
+        is_chunked = num_rows >= LEAST_CHUNKS and width > 1 and trees is None
         step = DeviceStep(
             page_tables=tables,
             row_slots=rows.slots,
@@ -304,15 +347,18 @@ class VerifySteps:
             chunk_row_starts=rows.chunk_row_starts if is_chunked else nothing,
             chunk_kv_lens=rows.chunk_kv_lens if is_chunked else nothing,
             max_chunk_len=width if is_chunked else 0,
+            tails=None if trees is None else trees.tails,
+            masks=None if trees is None else TreeMasks(inputs.slots, trees.prefix_lens_B, trees.masks_T),
             is_from_host=False,
         )
-        target = KvTarget(rows.positions, rows.slots, tables, self._page_size)
+        tokens_T = None if trees is None else trees.tokens_T
+        target = KvTarget(rows.positions, rows.slots, tables, self._page_size, tokens_T)
         follower = self._follower
         states = HiddenStates(follower.hidden_layers) if follower is not None and follower.hidden_layers else None
         attention = self._attention.begin(step, "")
         hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, attention, states)
         if follower is not None:
-            follower.computed(rows, states or HiddenStates(()))
+            follower.computed(rows, states or HiddenStates(()), trees)
         logits_TV = self._model.logits(hidden_TD)
         self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width), use_pdl=False)
         return logits_TV
