@@ -3,10 +3,10 @@
     python bench/gpu/tiers.py                                        # 8 GB on the GPU, chats of 8k and of 16k tokens
     python bench/gpu/tiers.py --kv-gb 4 --chat-tokens 4096 --host-gb 36
 
-The chats' KV is --working-set times the GPU's after their last turn. A turn has one request of each chat, in an order
-of its own, --clients at a time (0: as many as the GPU's pages hold). TTFT is from submit to the first token; the hit
-rate is of tokens of earlier turns, all of which a cache without end would have. The first turn fills the caches and is
-told apart; of it the device alone keeps the last chats, and computes no more.
+The chats' KV is --working-set times the GPU's, or a little more, after their last turn. A turn has one request of each
+chat, in an order of its own, --clients at a time (0: as many as the GPU's pages hold). TTFT is from submit to the first
+token; the hit rate is of tokens of earlier turns, all of which a cache without end would have. The first turn fills the
+caches and is told apart; of it the device alone keeps the last chats, and computes no more.
 
 Scheduler and worker run in one process, random weights. Prints a line of JSON after each turn, with all that is known
 by then: the last one is the result, whenever it is ended. `decodes`: device time of steps of decodes alone, by what the
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -91,8 +92,9 @@ class Chats:
         self.planner = Planner(PlannerSettings(chunk_tokens=args.chunk_tokens, tiers=tiers))
         self.planner.begin_epoch(1, group, None)
         self.pending: deque[_Launched] = deque()
-        self.num_chats = max(2, int(args.working_set * pool_tokens / chat_tokens))
         self.clients = args.clients or max(1, pool_tokens // chat_tokens)
+        # A multiple of the clients: the end of a turn, with fewer and fewer of them, is as short as it can be.
+        self.num_chats = self.clients * max(2, math.ceil(args.working_set * pool_tokens / chat_tokens / self.clients))
         random = np.random.default_rng(1)
         first = chat_tokens - args.turns * (args.message_tokens + args.output_tokens)
         self.histories = [random.integers(10, 30_000, first).astype(np.int32) for _ in range(self.num_chats)]

@@ -96,7 +96,10 @@ def paged_tree_attention(
         )
     if keys_SKd.dtype == KV_FP8:
         raise ValueError("trees are not read from pools of FP8")
-    check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, slots_B.repeat_interleave(size))
+    if slots_B.dtype != torch.int32 or prefix_lens_B.dtype != torch.int32:
+        raise ValueError(f"slots and lengths must be int32, not {slots_B.dtype} and {prefix_lens_B.dtype}")
+    rows_T = workspace.members_BP[:num_rows].view(-1)
+    check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, rows_T)
     inputs = (q_THd, keys_SKd, values_SKd, page_tables)
     split_attention(
         workspace.plan, workspace.parts, inputs, slots_U=slots_B, ends_U=prefix_lens_B, page_size=page_size,

@@ -10,6 +10,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
+from support.drafting import speculation_of
 from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
@@ -68,3 +69,16 @@ def test_forced_drafts_change_no_output(expected, lag, max_drafts, max_forced, d
     # The device computes a step as soon as it is launched: with steps ahead, masks are late.
     assert run.num_late > 0 or not lag
     assert run.most_tokens > min(2, max_forced) or not max_forced
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_forced_drafts_are_chains_beside_trees(expected):
+    """Of rows that follow no grammar a network drafts trees, in the same steps."""
+    settings = replace(TINY_SETTINGS, num_pages=512, speculation=speculation_of("eagle3", "tiny-llama", 3, topk=2))
+    runner = load_device_runner(MODEL, settings, HostDevice())
+    runner.verify(runner.network_drafter, max_drafts=4, max_forced=4)  # type: ignore[attr-defined]
+    run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS)
+    run.run(NUM_TOKENS + 12, lag=0)
+    assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+    assert run.most_tokens > 2

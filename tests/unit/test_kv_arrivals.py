@@ -196,3 +196,23 @@ def test_the_plan_that_a_commit_waits_for_releases_the_slots_whose_pages_it_got(
     planner.experts = SimpleNamespace(is_on=True, next_op=lambda now, step_id: op)  # type: ignore[assignment]
     assert state.releases and world.plan() and world.plans.pop().releases
     assert not state.releases and world.plan() and world.plans.pop().barrier_ops
+
+
+def test_what_is_written_waits_for_pages_as_its_request_would() -> None:
+    """Reservations take no pages: those of a burst may be more than there are."""
+    world = World(page_size=1, num_pages=96)
+    state = world.planner.state
+    assert state is not None
+    arrivals = KvArrivals(world.planner.queue, patience_s=PATIENCE_S)
+    found = [arrivals.reserve(state, name, as_ints([first, *range(10, 70)]), "", 4.0, 1, 0.0)
+             for first, name in ((3, "a"), (4, "b"))]  # fmt: skip
+    first, second = found
+    assert first is not None and second is not None
+    for arrival in (first, second):
+        assert arrivals.prepared(arrival) and arrivals.has_room(state, arrival)
+    assert arrivals.written(state, first)
+    assert not arrivals.has_room(state, second) and second.state is ArrivalState.RESERVED
+    arrivals.committed(state, first, is_valid=True)
+    assert not arrivals.has_room(state, second), "it is locked until its request has it"
+    arrivals.pass_time(state, 4.0)
+    assert arrivals.has_room(state, second) and not arrivals.written(state, second), "its lease has run out"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.router_requests import change, new_request
 
+from radixmesh.daemons.router.peers import remote_prefills
 from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
 from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.submit import prefill_of
@@ -58,7 +59,8 @@ class FakeLink(SimpleNamespace):
 class World:
     def __init__(self, *prefills: FakeLink, decode: FakeLink | None = None) -> None:
         self.decode = decode or FakeLink(DECODE)
-        table = SimpleNamespace(prefilling=lambda output: list(prefills))
+        table = SimpleNamespace(prefilling=lambda output: list(prefills), decode_room=lambda request: self.decode_room)
+        self.decode_room = 0
         self.accounts: list[object] = []
         placement: Any = SimpleNamespace(
             table=table,
@@ -324,3 +326,19 @@ def test_the_request_of_a_moved_output_asks_for_one_more_token() -> None:
     assert len(submit.resumed_output_ids) == 12 and submit.stop.max_tokens == 4, "its own end comes first"
     change(world.output.request, stop={"max_tokens": 100})
     assert prefill_of(world.output, 1, 1, scheduler_pb2.TransferTarget(transfer_id="t")).stop.max_tokens == 5
+
+
+def test_it_says_why_a_prefill_group_runs_whole_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode groups with fewer pages than prompt and max_tokens want are never chosen: nothing is transferred."""
+    world, told = World(FakeLink(PREFILL), decode=FakeLink(PREFILL)), []
+    monkeypatch.setattr(remote_prefills, "log", SimpleNamespace(warning=lambda event, **fields: told.append(fields)))
+    output = world.output
+    for room in (0, output.request.max_total_len, output.request.max_total_len - 1):
+        world.decode_room = room
+        for _ in range(3):
+            world.remote.begin(output, world.decode)
+        assert len(told) == (0 < room < output.request.max_total_len), room
+    world.now += 100.0
+    world.remote.begin(output, world.decode)
+    assert len(told) == 2 and told[1]["most"] == output.request.max_total_len - 1
+    assert not output.transfer_id and not world.decode.reservations

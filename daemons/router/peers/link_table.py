@@ -120,6 +120,11 @@ class LinkTable:
         rows = self._candidates(output.request) & self._takes_submits & self._is_serving & self._is_prefill
         return self.links(np.flatnonzero(rows).tolist())
 
+    def decode_room(self, request: Request) -> int:
+        """Most tokens of one request that groups hold which decode for others; 0: there are none."""
+        rows = self._same_model(request) & self._is_serving & ~self._is_prefill
+        return int(self._max_request_len[rows].max(initial=0))
+
     def nobody(self, output: Output, wait_s: float) -> MeshError:
         """The error of an output that has waited for wait_s."""
         request = output.request

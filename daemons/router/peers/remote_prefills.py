@@ -34,6 +34,7 @@ log = get_logger(__name__)
 # Renewed every second: the decode side takes three seconds without news for the end of a prefill.
 _LEASE_MS = 15_000
 _RENEW_S = 1.0
+_TELL_AGAIN_S = 60.0
 # Far beyond what a router's outputs need at a time; more run in place.
 _MOST = 4096
 
@@ -70,6 +71,7 @@ class RemotePrefills:
         self.costs = costs or MoveCosts(clock)
         self._prefills: dict[str, _Prefill] = {}
         self._renewed = 0.0
+        self._tell_again_at = 0.0
         self.num_handed_over = self.num_in_place = self.num_moved = 0
 
     def __len__(self) -> int:
@@ -79,6 +81,9 @@ class RemotePrefills:
         """An output is about to be submitted to `decode`: reserves a place for its KV there, if that is worth it."""
         output.transfer_id = ""
         request = output.request
+        if decode.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL:
+            self._tell_why_whole(output)
+            return
         if decode.role != scheduler_pb2.SCHEDULER_ROLE_DECODE or output.ids or request.resolved.is_pooled:
             return
         if output.index:
@@ -101,6 +106,13 @@ class RemotePrefills:
         best = min(links, key=lambda link: costs[link])
         uncached = request.num_prompt - self._placement.matched_tokens(output, best)
         self._reserve(output, decode, best, uncached)
+
+    def _tell_why_whole(self, output: Output) -> None:
+        """Says now and then that a prefill group decodes, since no decode group holds requests of that length."""
+        room, needed = self._placement.table.decode_room(output.request), output.request.max_total_len
+        if 0 < room < needed and self._clock() >= self._tell_again_at:
+            self._tell_again_at = self._clock() + _TELL_AGAIN_S
+            log.warning("decode_groups_too_small", tokens=needed, most=room, advice="raise --num-pages there")
 
     def begin_move(self, output: Output, source: SchedulerLink, target: SchedulerLink) -> MoveWay:
         """An output is about to be submitted to `target`, and was at `source` until now: reserves a place for its KV

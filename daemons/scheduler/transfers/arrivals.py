@@ -207,6 +207,11 @@ class KvArrivals:
             arrival.state = ArrivalState.RESERVED
         return arrival.state is ArrivalState.RESERVED
 
+    def has_room(self, state: EpochState, arrival: Arrival) -> bool:
+        """False while what is written waits for pages, as its request would: until it takes too long."""
+        num = arrival.num_tokens // state.group.page_size
+        return arrival.state is not ArrivalState.RESERVED or num <= state.pages.num_available
+
     def written(self, state: EpochState, arrival: Arrival) -> bool:
         """All is written: pages are taken for it. False: there are none, or nobody wants it any more."""
         if arrival.state is not ArrivalState.RESERVED:

@@ -30,6 +30,7 @@ _T = TypeVar("_T", bool, None)
 _LEASE_MS = 10_000
 _RENEW_S = 1.0
 _TIMEOUT_S = 20.0
+_ROOM_POLL_S = 0.01
 _SCATTERED = (worker_pb2.TRANSFER_FAILURE_STAMP, worker_pb2.TRANSFER_FAILURE_ABORTED)
 
 Answer = Callable[[str, KvTarget | None, MeshError | None], None]
@@ -119,6 +120,9 @@ class TransferCalls:
             )
             self._tell(arrival.transfer_id, target, None)
             await together([self._written(ranks[part.receiver], arrival, part) for part in parts])
+            # Pages come free with steps, of which nobody tells.
+            while not arrivals.has_room(state, arrival):  # noqa: ASYNC110
+                await asyncio.sleep(_ROOM_POLL_S)
             if arrivals.written(state, arrival):
                 await self._commit(state, arrival)
         except (MeshError, TimeoutError) as error:

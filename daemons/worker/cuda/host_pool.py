@@ -22,7 +22,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
-from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, driver_call, fastest, ways_for
+from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, best_of, driver_call, ways_for
 from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
@@ -73,7 +73,7 @@ class CudaHostPool(HostPool):
         if segment is not None:
             segment.uncommit(first)
         ways = self._ways(page_words, page, first)
-        self.copies = ways[0] if len(ways) == 1 else fastest(ways, [self._seconds(way, spare_page) for way in ways])
+        self.copies = ways[0] if len(ways) == 1 else best_of(ways, [self._seconds(way, spare_page) for way in ways])
 
     def _ways(self, page_words: int, page: IntArray, first: IntArray) -> list[PageCopies]:
         """Ways that work. page: of the device, that keeps what it has; first: of the host, that is overwritten."""

@@ -314,11 +314,22 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device)
         * (2 if limits.two_batch_min_rows else 1)
         + network_work_bytes(loaded.network, settings, limits.max_total_len)
+        + _tree_bytes(loaded)
         + _dispatch_bytes(loaded)
         + settings.staging_bytes,
         num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
     )
     return choose_num_pages(memory, model, token_bytes, device)
+
+
+def _tree_bytes(loaded: ModelOnDevice) -> int:
+    """What trees of drafts take beside chains: attention over prefixes, in float32, and logits of a level."""
+    speculation, model, num_slots = loaded.settings.speculation, loaded.model, loaded.limits.num_slots
+    if loaded.network is None or speculation is None or speculation.tree is None:
+        return 0
+    shape = model.attention_shape
+    of_prefixes = num_slots * (speculation.max_drafts + 1) * shape.num_heads * (shape.head_dim + 1) * 4
+    return of_prefixes + 2 * num_slots * speculation.topk * model.vocab_size * loaded.network.dtype.itemsize
 
 
 def _dispatch_bytes(loaded: ModelOnDevice) -> int:
