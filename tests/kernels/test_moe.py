@@ -18,6 +18,8 @@ from radixmesh.kernels.moe.exchange_rows import (
     own_routes_reference,
     pack_rows,
     pack_rows_reference,
+    packed_places,
+    packed_places_reference,
     packed_rows,
 )
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
@@ -322,3 +324,16 @@ def test_parts_of_ranks_are_added_in_their_order(dtype: torch.dtype) -> None:
     add_parts_reference(parts_NCD, want_TD)
     add_parts(parts_NCD, residual_TD)
     assert torch.equal(residual_TD, want_TD)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [0, 0, 0], [8], [0, 7, 0, 0, 1]])
+def test_rows_of_slots_are_packed_one_behind_the_other(counts: list[int]) -> None:
+    counts_P, num_rows, most = torch.tensor(counts, dtype=torch.int32), 8, 70
+    got, want = packed_places(counts_P, num_rows, most), packed_places_reference(counts_P, num_rows, most)
+    assert torch.equal(got.places_R, want.places_R)
+    assert torch.equal(got.routes.expert_ids_TA, want.routes.expert_ids_TA)
+    assert torch.equal(got.routes.weights_TA, want.routes.weights_TA)
+    there = [slot * num_rows + row for slot, count in enumerate(counts) for row in range(count)]
+    assert got.places_R[: len(there)].tolist() == there
+    assert (got.places_R[len(there) :] == len(counts) * num_rows).all()
+    assert (got.routes.expert_ids_TA[len(there) :] == len(counts)).all()

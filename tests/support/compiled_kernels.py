@@ -265,6 +265,7 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         packed = exchange_rows.pack_rows(x_TD, routes, num_rows)
         exchange_rows.own_routes(packed, hidden * dtype.itemsize // 4, 6, 1, num_experts)
         exchange_rows.add_parts(torch.zeros(4, num_rows, hidden, dtype=dtype), x_TD)
+        exchange_rows.packed_places(picks_E, 4 * num_rows, 24 * num_rows)
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, use_pdl=True)
         if num_rows > 1:
             continue
