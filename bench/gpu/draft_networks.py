@@ -2,11 +2,15 @@
 
     python bench/gpu/draft_networks.py --network eagle3 --shape llama-3.1-8b > bench/results/h200-eagle3.json
     python bench/gpu/draft_networks.py --network mtp --shape deepseek-v2-lite > bench/results/h200-mtp.json
+    python bench/gpu/draft_networks.py --network eagle3 --topk 4 --levels 4 --drafts 7 > bench/results/h200-trees.json
 
 As bench/gpu/speculation.py, with random weights of target and network. The network computes its drafts in each step,
 and then they are overwritten: right with the probability `acceptance`, each position by itself. The head of EAGLE-3 has
 the sizes of the published ones for that shape: a layer of the target's, 32,000 ids. ms is of a step that drafts and
 verifies; plain_ms of one that does neither; ngram_ms of one that verifies as many drafts that cost nearly nothing.
+
+--topk: trees of --levels levels, whose drafts are overwritten too: a path with a draft of each level, each right with
+that probability, behind drafts that all follow the last token and are wrong. So the KV of what is accepted moves.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ def prepare(network: str, shape: str, head: Path, folder: Path) -> None:
         save_file({name: torch.zeros(1)}, folder / "model.safetensors")
 
 
-def forced(runner: DeviceRunner, acceptance: float) -> Drafter:
-    """The runner's network, whose drafts are then overwritten: id 0 is right."""
+def forced(runner: DeviceRunner, acceptance: float, levels: int) -> Drafter:
+    """The runner's network, whose drafts are then overwritten: id 0 is right. levels: of trees; 0: chains."""
     drafter = runner.network_drafter
     network = drafter.on_device()
     assert network is not None
@@ -70,7 +74,15 @@ def forced(runner: DeviceRunner, acceptance: float) -> Drafter:
         propose(network, inputs, state)
         window_WB = inputs.window_WB[:, : len(inputs.slots)]
         numbers = torch.arange(len(window_WB), device=window_WB.device)[:, None]
-        window_WB.copy_(is_wrong[(inputs.starts[None].long() + numbers) % _POSITIONS])
+        # Of a tree: the wrong drafts before the path.
+        before = len(window_WB) - levels if levels else 0
+        depths = (numbers - before).clamp(min=0)
+        window_WB.copy_(is_wrong[(inputs.starts[None].long() + depths) % _POSITIONS])
+        if levels:
+            window_WB.masked_fill_(numbers < before, 1)
+            assert inputs.parents_WB is not None
+            parents_W1 = torch.where(numbers > before, numbers, 0).int()
+            inputs.parents_WB[: len(window_WB), : len(inputs.slots)].copy_(parents_W1.expand_as(window_WB))
 
     network.propose = overwriting  # type: ignore[method-assign]
     return drafter
@@ -83,13 +95,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--acceptances", type=float, nargs="*", default=[0.7, 0.0])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=1)
+    parser.add_argument("--levels", type=int, default=4, help="of trees")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=160)
     args = parser.parse_args()
     head = Path(os.environ.get("TMPDIR", "/tmp")) / f"head-{os.getpid()}"
     algorithm = SpeculativeAlgorithm(args.network)
     folder = head if args.network == "eagle3" else None
-    speculation = Speculation(algorithm=algorithm, max_drafts=args.drafts, draft_model=folder)
+    levels = args.levels if args.topk > 1 else 0
+    speculation = Speculation(
+        algorithm=algorithm, max_drafts=args.drafts, draft_model=folder, topk=args.topk, levels=levels
+    )
     runner = verifying_runner(
         args.shape, max(args.rows), args.drafts, speculation, partial(prepare, args.network, args.shape, head)
     )
@@ -104,7 +121,8 @@ def main() -> None:
     results = []
     for acceptance, is_adaptive in [*((share, False) for share in args.acceptances), (0.0, True)]:
         lengths = DraftLengths(max(args.rows), args.drafts, catch_up=MOST_BEHIND) if is_adaptive else None
-        runner.verify(forced(runner, acceptance), max_drafts=args.drafts, graph_rows=rows_of_graphs, lengths=lengths)
+        drafter = forced(runner, acceptance, levels)
+        runner.verify(drafter, max_drafts=args.drafts, graph_rows=rows_of_graphs, lengths=lengths)
         for rows in args.rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)
             speeds = {
@@ -114,7 +132,7 @@ def main() -> None:
                 "speed_up": round(got["tokens_per_s"] / plain[rows], 3),
             }
             case = {"network": args.network, "acceptance": acceptance, "is_adaptive": is_adaptive, "rows": rows}
-            results.append({**case, "drafts": args.drafts, **got, **speeds})
+            results.append({**case, "drafts": args.drafts, "topk": args.topk, "levels": levels, **got, **speeds})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     output = {
         "command": " ".join(["python", *sys.argv]),

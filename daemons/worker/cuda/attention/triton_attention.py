@@ -61,7 +61,7 @@ class TritonAttention(DeviceAttention):
         can_share = not (is_deterministic or attention_chunks or has_sinks) and set(windows) == {None}
         self.shared = kernels.shared_workspace(max_rows) if can_share else None
         self._can_share = can_share
-        self._trees: TreeWorkspace | None = None
+        self._trees: dict[int, TreeWorkspace] = {}
         # In deterministic mode a row is computed alike beside any others.
         self.few_rows = None if is_deterministic else kernels.few_rows_workspace()
         self._watch = PrefixWatch(kernels.page_size)
@@ -74,9 +74,10 @@ class TritonAttention(DeviceAttention):
             self.workspace, self._max_rows = self._create_workspace(num_rows), num_rows
 
     def reserve_trees(self, num_rows: int, num_positions: int) -> None:
-        # Made once: what is captured with it stays valid.
-        if self._trees is None and self._can_share:
-            self._trees = self.kernels.tree_workspace(num_rows, num_positions)
+        if self._can_share and num_positions not in self._trees:
+            workspace = self.kernels.tree_workspace(num_rows, num_positions)
+            if workspace is not None:
+                self._trees[num_positions] = workspace
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
@@ -100,7 +101,7 @@ class TritonAttention(DeviceAttention):
         skips_empty = step.num_chunks > 0
         trees = None
         if step.masks is not None and len(step.masks.slots_B) >= LEAST_MASKED_TREES:
-            trees = self._trees
+            trees = self._trees.get(len(step.masks.masks_T) // len(step.masks.slots_B))
         is_few = is_all_decodes and step.tails is None and variant != SHARED and step.num_decodes <= MAX_ROWS
         few_rows = self.few_rows if is_few else None
         if variant == SHARED:
