@@ -51,9 +51,9 @@ class LockedMemory:
         def lock(start: int) -> None:
             part = self.words[start : start + self.part_words]
             if rows is None:
-                # The kernel finds zeroed memory for it, which takes longest: on all threads at once. Not by torch: the
-                # caller may be in inference mode, which these threads are not.
-                words[start : start + self.part_words : _PAGE_WORDS] = 0
+                # The kernel finds zeroed memory for it, which takes longest: on all threads at once.
+                # Not as a tensor: one that was made in inference mode is not written to by other threads.
+                part.numpy()[::_PAGE_WORDS] = 0
             with torch.cuda.device(device):
                 torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())
@@ -62,10 +62,9 @@ class LockedMemory:
             if rows is None:
                 memory = mmap.mmap(-1, 4 * num)
                 memory.madvise(mmap.MADV_HUGEPAGE)
-                words = np.frombuffer(memory, np.int32)
+                self.words = torch.frombuffer(memory, dtype=torch.int32)
             else:
-                words = rows.reshape(-1).view(np.int32)
-            self.words = torch.from_numpy(words)
+                self.words = torch.from_numpy(rows.reshape(-1).view(np.int32))
             with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
                 list(pool.map(lock, range(0, num, self.part_words)))
         except (MemoryError, OSError, RuntimeError) as error:
