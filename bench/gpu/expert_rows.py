@@ -111,8 +111,9 @@ def _layer(experts: DispatchedExperts, x_TD: torch.Tensor, routes: Routes) -> Ca
 def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: int) -> Callable[[], torch.Tensor]:
     """The calls of the transport itself for these rows."""
     if isinstance(dispatch, BufferDispatch):
-        buffer, slots_TA = dispatch._buffer, routes.expert_ids_TA.long()
+        buffer = dispatch._buffer
         assert buffer is not None
+        slots_TA = routes.expert_ids_TA.to(buffer.id_dtype)
 
         def calls() -> torch.Tensor:
             x_PXD, _, handle, _ = buffer.dispatch(x_TD, slots_TA, is_split=False)

@@ -244,7 +244,8 @@ class WorkerSettings(CommonSettings):
     @property
     def device_staging_bytes(self) -> int:
         """Bytes of the GPU's memory for KV on its way."""
-        return self.transfer_staging_bytes if self.transfer_transport is TransferTransport.DEVICE else 0
+        kinds = (TransferTransport.DEVICE, TransferTransport.NIXL)
+        return self.transfer_staging_bytes if self.transfer_transport in kinds else 0
 
     @property
     def latency(self) -> LatencyModel:

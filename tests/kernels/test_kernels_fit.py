@@ -121,7 +121,9 @@ def test_kernels_of_latent_attention_compile_and_fit(dtype, heads, rank, rope):
 def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     launches = _compiled("experts", dtype, *sizes)
     names = {launch["kernel"] for launch in launches}
-    assert names >= {"_route_kernel", "_group_rows_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
+    assert names >= {"_route_kernel", "_choose_slots_kernel", "_group_rows_kernel"}
+    assert names >= {"_gate_up_kernel", "_down_kernel", "_combine_kernel"}
+    assert names >= {"_pack_kernel", "_own_routes_kernel", "_packed_places_kernel", "_add_parts_kernel"}
     if 1 in sizes[3:]:
         assert names >= {"_router_logits_kernel", "_row_gate_up_kernel", "_row_down_kernel"}
     assert all(launch["stack"] <= 64 for launch in launches if "_row_" in launch["kernel"]), launches

@@ -11,6 +11,17 @@ from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMe
 from radixmesh.daemons.worker.models.deepseek.routing import pick_biased, pick_highest
 from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
 from radixmesh.kernels.moe.choose_slots import TokenRows, choose_slots, choose_slots_reference, slot_table
+from radixmesh.kernels.moe.exchange_rows import (
+    add_parts,
+    add_parts_reference,
+    own_routes,
+    own_routes_reference,
+    pack_rows,
+    pack_rows_reference,
+    packed_places,
+    packed_places_reference,
+    packed_rows,
+)
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
 from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
 from radixmesh.kernels.moe.grouped_gemm import (
@@ -279,3 +290,50 @@ def test_ids_of_no_expert_read_and_count_nothing_foreign() -> None:
     table, picks_E = slot_table(torch.tensor([1, 0]), 2), torch.zeros(4, dtype=torch.int32)
     slots_TA = choose_slots(torch.tensor([[2**30], [-5]], dtype=torch.int32), table, picks_E[1:3], 0)
     assert slots_TA.flatten().tolist() == [0, 1] and picks_E.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("dtype", "hidden", "num_picks"), [(torch.bfloat16, 34, 3), (torch.float32, 1030, 6)], ids=str)
+@pytest.mark.parametrize(("num_rows", "room"), [(5, 5), (3, 8), (0, 2)])
+def test_rows_are_packed_with_their_picks_and_found_again(
+    dtype: torch.dtype, hidden: int, num_picks: int, num_rows: int, room: int
+) -> None:
+    """From a slice of wider rows; a rank sees its own picks alone, and rows of padding have none."""
+    x_TD = torch.randn(num_rows, hidden + 2).to(dtype)[:, :hidden]
+    ids_TA = torch.randint(0, 12, (num_rows, num_picks), dtype=torch.int32)
+    routes = Routes(ids_TA, torch.rand(num_rows, num_picks))
+    packed, want = pack_rows(x_TD, routes, room), pack_rows_reference(x_TD, routes, room)
+    assert packed.shape == want.shape and packed.shape[1] % 8 == 0, "rows stay aligned"
+    num_features = hidden * dtype.itemsize // 4
+    assert torch.equal(packed[:, : num_features + 2 * num_picks], want[:, : num_features + 2 * num_picks])
+    rows = packed_rows(packed, hidden, dtype)
+    assert torch.equal(rows[:num_rows], x_TD) and rows.data_ptr() == packed.data_ptr()
+    for rank in range(3):
+        got, same = (of(packed, num_features, num_picks, rank, 4) for of in (own_routes, own_routes_reference))
+        assert torch.equal(got.expert_ids_TA, same.expert_ids_TA) and torch.equal(got.weights_TA, same.weights_TA)
+        is_own = (ids_TA // 4) == rank
+        assert torch.equal(got.expert_ids_TA[:num_rows], torch.where(is_own, ids_TA - 4 * rank, 4))
+        assert torch.equal(got.weights_TA[:num_rows], torch.where(is_own, routes.weights_TA, 0.0))
+        assert (got.expert_ids_TA[num_rows:] == 4).all() and (got.weights_TA[num_rows:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_ranks_are_added_in_their_order(dtype: torch.dtype) -> None:
+    parts_NCD = (100 * torch.randn(3, 4, 1100)).to(dtype)
+    residual_TD = torch.randn(3, 1200).to(dtype)[:, :1100]
+    want_TD = residual_TD.clone()
+    add_parts_reference(parts_NCD, want_TD)
+    add_parts(parts_NCD, residual_TD)
+    assert torch.equal(residual_TD, want_TD)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [0, 0, 0], [8], [0, 7, 0, 0, 1]])
+def test_rows_of_slots_are_packed_one_behind_the_other(counts: list[int]) -> None:
+    counts_P, num_rows, most = torch.tensor(counts, dtype=torch.int32), 8, 70
+    got, want = packed_places(counts_P, num_rows, most), packed_places_reference(counts_P, num_rows, most)
+    assert torch.equal(got.places_R, want.places_R)
+    assert torch.equal(got.routes.expert_ids_TA, want.routes.expert_ids_TA)
+    assert torch.equal(got.routes.weights_TA, want.routes.weights_TA)
+    there = [slot * num_rows + row for slot, count in enumerate(counts) for row in range(count)]
+    assert got.places_R[: len(there)].tolist() == there
+    assert (got.places_R[len(there) :] == len(counts) * num_rows).all()
+    assert (got.routes.expert_ids_TA[len(there) :] == len(counts)).all()

@@ -14,7 +14,7 @@ from mesh.test_kv_transfer import Pair, pages_of, pair, prefill
 from mesh.test_kv_transports import PROCESS_S, given_to, until
 from mesh.test_late_writers import NUM_TOKENS, _ended, checksums
 from support.host_kv_device import HostKvDevice
-from support.kv_writers import write_to_device
+from support.kv_writers import needs_nixl, write_to_device
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.worker.kv_transfer import device_transport
@@ -22,9 +22,11 @@ from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.nixl_transport import NixlTransport
 from radixmesh.worker.v1 import worker_pb2
 
 DEVICE = TransferTransport.DEVICE
+NIXL = pytest.param("simulated", TransferTransport.NIXL, marks=needs_nixl)
 ONES = [1] * NUM_TOKENS
 
 
@@ -32,8 +34,9 @@ def device_of(both: Pair, number: int) -> HostKvDevice:
     return both.core(number).executor.runner.kv_device
 
 
-def slab_of(both: Pair) -> Pieces:
-    return both.core(1).transfers._transport._slab.pieces
+def slab_of(both: Pair, number: int = 1) -> Pieces:
+    transport = both.core(number).transfers._transport
+    return (transport.device_slab if isinstance(transport, NixlTransport) else transport._slab).pieces
 
 
 async def sent(both: Pair, name: str = "t") -> worker_pb2.TransferRegion:
@@ -43,9 +46,9 @@ async def sent(both: Pair, name: str = "t") -> worker_pb2.TransferRegion:
     return region
 
 
-@pytest.mark.parametrize("backend", ["simulated", "cpu"])
-async def test_what_arrives_is_what_was_computed(backend: str) -> None:
-    async with pair(backend, transfer_transport=DEVICE, has_devices=True) as both:
+@pytest.mark.parametrize(("backend", "kind"), [("simulated", DEVICE), ("cpu", DEVICE), NIXL])
+async def test_what_arrives_is_what_was_computed(backend: str, kind: TransferTransport) -> None:
+    async with pair(backend, transfer_transport=kind, has_devices=True) as both:
         await prefill(both, 0, 1)
         await sent(both)
         assert slab_of(both).num_free < slab_of(both).num_bytes
@@ -60,6 +63,7 @@ async def test_what_arrives_is_what_was_computed(backend: str) -> None:
         transfers = both.core(1).transfers
         assert not transfers.staging.num_bytes and slab_of(both).num_free == slab_of(both).num_bytes
         assert both.core(0).transfers.num_sent == transfers.num_received == 1
+        assert slab_of(both, 0).num_free == slab_of(both, 0).num_bytes
 
 
 @pytest.mark.parametrize("end", ["abort", "both aborts", "epoch"])
@@ -108,9 +112,48 @@ async def test_a_call_that_is_cancelled_leaves_no_kernel_behind() -> None:
         await until(lambda: not transfers.staging.num_bytes)
 
 
+@needs_nixl
+async def test_buffers_of_a_device_go_over_grpc_where_nixl_leads_nowhere() -> None:
+    async with pair(transfer_transport=TransferTransport.NIXL, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        region = await both.prepare()
+        region.nixl.agent_metadata = b"of no agent"
+        await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+        assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN
+        target = range(100, 100 + NUM_TOKENS)
+        assert (await both.commit(target)).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        theirs = both.core(0).executor.runner.read_kv(as_ints(range(NUM_TOKENS)))
+        assert (both.core(1).executor.runner.read_kv(as_ints(target)) == theirs).all()
+        assert device_of(both, 0).num_gathered == 1 and not device_of(both, 1).num_scattered
+        await until(lambda: not both.core(0).transfers.staging.num_bytes)
+        assert all(slab_of(both, number).num_free == slab_of(both, number).num_bytes for number in (0, 1))
+
+
+@needs_nixl
+async def test_a_buffer_is_nobody_elses_while_its_kernel_runs() -> None:
+    async with pair(transfer_transport=TransferTransport.NIXL, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        device_of(both, 0).goes_on.clear()
+        region = await both.prepare()
+        call = both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+        running = asyncio.ensure_future(_ended(call))
+        await until(lambda: device_of(both, 0).num_gathered == 1)
+        call.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        both.core(0).transfers.abort("t")
+        await asyncio.sleep(0.5)
+        assert slab_of(both, 0).num_free < slab_of(both, 0).num_bytes
+        device_of(both, 0).goes_on.set()
+        await until(lambda: slab_of(both, 0).num_free == slab_of(both, 0).num_bytes)
+        assert not both.core(0).transfers.staging.num_bytes
+
+
 @pytest.mark.parametrize("where", ["head", "tail"])
-async def test_stamps_of_another_region_are_seen_behind_the_scatter(where: str) -> None:
-    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+@pytest.mark.parametrize(("backend", "kind"), [("simulated", DEVICE), NIXL])
+async def test_stamps_of_another_region_are_seen_behind_the_scatter(
+    backend: str, kind: TransferTransport, where: str
+) -> None:
+    async with pair(backend, transfer_transport=kind, has_devices=True) as both:
         await prefill(both, 0, 1)
         await sent(both)
         piece = both.core(1).transfers.receiver.get("t").written

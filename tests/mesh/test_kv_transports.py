@@ -31,19 +31,23 @@ from radixmesh.worker.v1 import worker_pb2
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
 PROCESS_S = 150.0  # Until a process has started, on a loaded machine.
 KINDS = [TransferTransport.GRPC, TransferTransport.SHARED_MEMORY, TransferTransport.DEVICE, NIXL, "elsewhere", "afar"]
-"""elsewhere: shared memory of another host. afar: a device that the writer's does not reach."""
+KINDS.append(pytest.param("nixl-device", marks=needs_nixl))
+"""elsewhere: shared memory of another host. afar: a device that the writer's does not reach. nixl-device: NIXL between
+devices."""
+ON_DEVICES = (TransferTransport.DEVICE, "nixl-device")
 
 
 @asynccontextmanager
 async def receiver(kind: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Pair, KvTransport]]:
     """Workers that have no scheduler's requests, and a transport of that kind to the second one."""
     others = {"elsewhere": TransferTransport.SHARED_MEMORY, "afar": TransferTransport.DEVICE}
-    given = TransferTransport(others.get(kind, kind))
-    async with pair(transfer_transport=given, has_devices=given is TransferTransport.DEVICE) as both:
+    given = TransferTransport({**others, "nixl-device": TransferTransport.NIXL}.get(kind, kind))
+    has_devices = given is TransferTransport.DEVICE or kind == "nixl-device"
+    async with pair(transfer_transport=given, has_devices=has_devices) as both:
         if kind == "elsewhere":
             monkeypatch.setattr(shared_memory, "host_name", lambda: "another")
         transport = make_transport(given, staging_bytes=1 << 20)
-        if given is TransferTransport.DEVICE:
+        if has_devices:
             transport.use_device(HostKvDevice(None, can_open=kind != "afar"))
         yield both, transport
         transport.close()
@@ -88,7 +92,7 @@ async def test_bytes_arrive_in_whatever_pieces_they_are_written(kind: str, monke
                 await writer.done(checksum_of(data))
             assert held.reception.state is ReceiveState.WRITTEN and held.num_written == region.num_bytes
             assert (written_of(both, held) == data).all()
-            assert isinstance(held.written, DevicePiece) == (kind == TransferTransport.DEVICE)
+            assert isinstance(held.written, DevicePiece) == (kind in ON_DEVICES)
             transfers.abort(name)
             assert held.memory is None and not transfers.staging.num_bytes, "the last word was said"
 
@@ -103,7 +107,7 @@ async def test_what_is_refused_or_broken_off_fails_on_both_sides(kind: str, monk
         with pytest.raises(MeshError, match=r"failed|is over"):
             async with transport.open(address, region, "w") as writer:
                 await writer.write(0, data)
-                if kind == TransferTransport.DEVICE:
+                if kind in ON_DEVICES:
                     # No checksum tells.
                     await until(lambda: reception.state is ReceiveState.WRITING)
                     transfers.abort("a")

@@ -247,7 +247,7 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
     """Routed experts of steps of so many rows, from the router on."""
-    from radixmesh.kernels.moe import grouped_gemm, route, router_logits, row_experts
+    from radixmesh.kernels.moe import choose_slots, exchange_rows, grouped_gemm, route, router_logits, row_experts
 
     # As on Hopper.
     row_experts.has_gdc = lambda device: True
@@ -259,6 +259,13 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         logits_TE = router_logits.router_logits(x_TD, w_router_ED, use_pdl=True)
         route.route(logits_TE, groups, torch.zeros(num_experts), use_pdl=True)
         routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
+        table, picks_E = torch.zeros(3 * num_experts, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int32)
+        for tokens in (None, choose_slots.TokenRows(torch.zeros(num_rows, dtype=torch.int32), 8)):
+            choose_slots.choose_slots(routes.expert_ids_TA, table, picks_E, 1, tokens)
+        packed = exchange_rows.pack_rows(x_TD, routes, num_rows)
+        exchange_rows.own_routes(packed, hidden * dtype.itemsize // 4, 6, 1, num_experts)
+        exchange_rows.add_parts(torch.zeros(4, num_rows, hidden, dtype=dtype), x_TD)
+        exchange_rows.packed_places(picks_E, 4 * num_rows, 24 * num_rows)
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, use_pdl=True)
         if num_rows > 1:
             continue

@@ -40,6 +40,8 @@ class CopyEvent(DeviceEvent):
 class HostKvDevice(KvDevice):
     """can_open: False stands for GPUs that cannot reach each other."""
 
+    number = -1
+
     def __init__(self, runner: ModelRunner | None, *, can_open: bool = True) -> None:
         self._runner = runner
         self._memory = HostPeerMemory()

@@ -26,6 +26,7 @@ class PoolDevice(KvDevice):
         self, device: Device, pool: KvPool, memory: PeerMemory, received: Callable[[torch.Tensor], None]
     ) -> None:
         assert pool.copies_by_address
+        self.number = -1 if device.torch_device.type == "cpu" else device.torch_device.index or 0
         self._device, self._pool, self._memory, self._received = device, pool, memory, received
 
     @torch.inference_mode()

@@ -52,7 +52,8 @@ class LockedMemory:
             part = self.words[start : start + self.part_words]
             if rows is None:
                 # The kernel finds zeroed memory for it, which takes longest: on all threads at once.
-                part[::_PAGE_WORDS].zero_()
+                # Not as a tensor: one that was made in inference mode is not written to by other threads.
+                part.numpy()[::_PAGE_WORDS] = 0
             with torch.cuda.device(device):
                 torch.cuda.check_error(int(runtime.cudaHostRegister(part.data_ptr(), 4 * len(part), 0)))
             locked.append(part.data_ptr())

@@ -16,6 +16,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 HANDLE_BYTES = 64
 """Of CUDA's name of an allocation."""
+_ALIGNMENT = 256
 
 
 class DevicePiece(NamedTuple):
@@ -33,6 +34,9 @@ class DevicePiece(NamedTuple):
 class KvDevice(ABC):
     """The device of a runner's KV pages, as transfers use it. gather() and scatter() are launched on the step thread,
     behind all steps so far, and have run when an event behind them is done. The others block, on any thread."""
+
+    number: int
+    """Of the GPU, as this process's libraries count them; negative: it is memory of the host."""
 
     @abstractmethod
     def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
@@ -120,3 +124,23 @@ class Pieces:
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment) * self._alignment
+
+
+class DeviceSlab:
+    """Memory of this process's device that is lent in pieces. Raises UNSUPPORTED where there is none that others could
+    map."""
+
+    def __init__(self, device: KvDevice, num_bytes: int) -> None:
+        self.device = device
+        self.num_bytes = num_bytes
+        self.address = device.allocate(num_bytes)
+        self.pieces = Pieces(num_bytes, _ALIGNMENT)
+        device.warm_up(DevicePiece(self.address, num_bytes))
+
+    def take(self, num_bytes: int) -> DevicePiece:
+        """Not cleared. Raises MemoryError."""
+        return DevicePiece(self.address + self.pieces.take(num_bytes), num_bytes)
+
+    def give_back(self, piece: DevicePiece) -> None:
+        """Nobody writes there, and nobody reads it."""
+        self.pieces.give_back(piece.address - self.address, piece.num_bytes)

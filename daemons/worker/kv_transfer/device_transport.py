@@ -28,7 +28,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.device_memory import HANDLE_BYTES, DevicePiece, KvDevice, Pieces
+from radixmesh.daemons.worker.kv_transfer.device_memory import HANDLE_BYTES, DevicePiece, DeviceSlab, KvDevice
 from radixmesh.daemons.worker.kv_transfer.host_process import GoneWatch, HostProcess, host_name
 from radixmesh.daemons.worker.kv_transfer.shared_memory import (
     CONTROL_BYTES,
@@ -43,7 +43,6 @@ from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
-_ALIGNMENT = 256
 _COPY_BYTES = 16 << 20
 _WATCH_S = 1.0
 # A slab that could not be mapped is not tried again for so long.
@@ -56,31 +55,19 @@ _WRITER = slice(8, 24)
 """Process id and start of a writer to the device, two little-endian int64."""
 
 
-class DeviceSlab:
-    """Memory of this process's device that is lent to regions in pieces. Raises UNSUPPORTED where there is none that
-    others could map."""
+class SharedSlab(DeviceSlab):
+    """One that other processes map by its handle. Raises UNSUPPORTED."""
 
     def __init__(self, device: KvDevice, num_bytes: int) -> None:
-        self.device = device
-        self._address = device.allocate(num_bytes)
-        self._handle = device.handle(self._address)
+        super().__init__(device, num_bytes)
+        self._handle = device.handle(self.address)
         self._owner = HostProcess.own()
-        self.pieces = Pieces(num_bytes, _ALIGNMENT)
-        device.warm_up(DevicePiece(self._address, num_bytes))
-
-    def take(self, num_bytes: int) -> DevicePiece:
-        """Raises MemoryError."""
-        return DevicePiece(self._address + self.pieces.take(num_bytes), num_bytes)
-
-    def give_back(self, piece: DevicePiece) -> None:
-        """No process writes there, and nobody reads it."""
-        self.pieces.give_back(piece.address - self._address, piece.num_bytes)
 
     def describe(self, piece: DevicePiece) -> worker_pb2.DeviceMemory:
         """As a writer is told of it."""
         return worker_pb2.DeviceMemory(
             handle=self._handle,
-            offset=piece.address - self._address,
+            offset=piece.address - self.address,
             owner=worker_pb2.HostProcess(**self._owner._asdict()),
         )
 
@@ -88,7 +75,7 @@ class DeviceSlab:
 class DeviceRegion(SharedMemory):
     """A region as its receiver has it: its KV is on the device, or in shared memory, as its writer chose."""
 
-    def __init__(self, num_bytes: int, slab: DeviceSlab) -> None:
+    def __init__(self, num_bytes: int, slab: SharedSlab) -> None:
         """Raises MemoryError, also where the slab has no such piece."""
         self._slab = slab
         self._piece: DevicePiece | None = slab.take(num_bytes)
@@ -141,12 +128,12 @@ class DeviceTransport(SharedMemoryTransport):
     ) -> None:
         super().__init__(tls, before_last_word=before_last_word)
         self._staging_bytes = staging_bytes
-        self._slab: DeviceSlab | None = None
+        self._slab: SharedSlab | None = None
         self._mappings: Mappings | None = None
 
     def use_device(self, device: KvDevice) -> None:
         try:
-            self._slab = DeviceSlab(device, self._staging_bytes)
+            self._slab = SharedSlab(device, self._staging_bytes)
         except MeshError as error:
             log.warning("kv_goes_through_the_host", error=str(error))
             return
@@ -225,7 +212,8 @@ class DeviceWriter(KvWriter):
     async def placed(self, num_bytes: int) -> None:
         await self._words.wrote(num_bytes)
 
-    async def write(self, offset: int, data: ByteArray) -> None:
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
         for start in range(0, len(data), _COPY_BYTES):
             piece = data[start : start + _COPY_BYTES].tobytes()
             address = self._target.part(offset + start, len(piece)).address

@@ -1,7 +1,8 @@
 """KV transfers over NIXL: the writer's own library puts bytes into the receiver's memory.
 
 Regions and send buffers are pieces of one slab that is registered at the start, so a chunk is one descriptor on either
-side. A writer asks over gRPC first, and writes when it is let in; progress, refusals and the last word go the same way.
+side. It is memory of the GPU where the runner has one, which UCX carries from GPU to GPU, of the host otherwise. A
+writer asks over gRPC first, and writes when it is let in; progress, refusals and the last word go the same way.
 
 A region that was given up is the writer's until that is over. What says so:
 - its last word, which it says when none of its own handles is on its way any more, or, where the stream has broken, a
@@ -14,18 +15,29 @@ Deregistering memory is no proof: UCX writes between processes and over TCP also
 from __future__ import annotations
 
 import asyncio
+import mmap
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, DeviceSlab, KvDevice
 from radixmesh.daemons.worker.kv_transfer.host_process import GoneWatch, HostProcess
 from radixmesh.daemons.worker.kv_transfer.nixl_agent import NixlAgent, Slab
 from radixmesh.daemons.worker.kv_transfer.transfer_service import PATIENCE_S, GrpcTransport, GrpcWriter
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory, SendBuffer
+from radixmesh.daemons.worker.kv_transfer.transport import (
+    ByteArray,
+    KvWriter,
+    RegionMemory,
+    SendBuffer,
+    checksum_of,
+    to_the_end,
+)
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -35,34 +47,38 @@ _WRITE_BYTES = 16 << 20
 _POLL_S = 0.0005
 _MOST_POLL_S = 0.02
 HOST_MEMORY = -1
-"""Number of the device whose memory regions and buffers lie in. A GPU's number is what would differ there."""
+"""Number of the device of memory of the host."""
+_Place = tuple[int, int, int]
+"""Address, bytes, and number of the device."""
 
 
 class NixlMemory(RegionMemory):
     """A piece of the slab, as its receiver has it."""
 
-    def __init__(self, agent: NixlAgent, metadata: bytes, slab: Slab, num_bytes: int) -> None:
+    def __init__(self, agent: NixlAgent, metadata: bytes, num_bytes: int, slab: Slab | None = None) -> None:
         self._agent = agent
         self._metadata = metadata
         self._slab = slab
         self._notice = b""
         self._writer: GoneWatch | None = None
         self._is_closed = False
-        self.array = slab.take(num_bytes)
+        if slab is not None:
+            self.array = slab.take(num_bytes)
 
     @property
     def writes_are_seen(self) -> bool:
         return False
 
+    @property
+    def place(self) -> _Place:
+        """The memory that a writer over NIXL writes to."""
+        return _place(self.array)
+
     def describe(self, region: worker_pb2.TransferRegion) -> None:
         self._notice = _notice(region)
+        address, length, device = self.place
         region.nixl.CopyFrom(
-            worker_pb2.NixlRegion(
-                agent_metadata=self._metadata,
-                address=self.array.ctypes.data,
-                length=len(self.array),
-                device=HOST_MEMORY,
-            )
+            worker_pb2.NixlRegion(agent_metadata=self._metadata, address=address, length=length, device=device)
         )
 
     def let_in(self, process: HostProcess) -> None:
@@ -76,7 +92,32 @@ class NixlMemory(RegionMemory):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._slab is not None:
             self._slab.give_back(self.array)
+
+
+class NixlDeviceMemory(NixlMemory):
+    """A piece of a device, for a writer over NIXL. Bytes that come over gRPC go to memory of the host instead."""
+
+    def __init__(self, agent: NixlAgent, metadata: bytes, slab: DeviceSlab, num_bytes: int) -> None:
+        self._device_slab = slab
+        self._piece = slab.take(num_bytes)
+        super().__init__(agent, metadata, num_bytes)
+        self.array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+    @property
+    def device_piece(self) -> DevicePiece | None:
+        return None if self._writer is None else self._piece
+
+    @property
+    def place(self) -> _Place:
+        return self._piece.address, self._piece.num_bytes, self._device_slab.device.number
+
+    def _give_back(self) -> None:
+        self._device_slab.give_back(self._piece)
 
 
 class NixlTransport(GrpcTransport):
@@ -93,15 +134,35 @@ class NixlTransport(GrpcTransport):
         super().__init__(tls, patience_s=patience_s, before_last_word=before_last_word)
         self.agent = NixlAgent()
         self.slab = Slab(self.agent, staging_bytes)
+        self._staging_bytes = staging_bytes
+        self.device_slab: DeviceSlab | None = None
         self._metadata = self.agent.metadata
         self.patience_s = patience_s
         self._process = HostProcess.own()
         self._ending: set[asyncio.Task[None]] = set()
 
+    def use_device(self, device: KvDevice) -> None:
+        try:
+            slab = DeviceSlab(device, self._staging_bytes)
+            self.agent.register(slab.address, slab.num_bytes, device.number)
+        except Exception as error:
+            # The library's errors are of many types.
+            log.warning("kv_goes_through_the_host", error=f"{type(error).__name__}: {error}")
+            return
+        self.device_slab, self._metadata = slab, self.agent.metadata
+        log.info("kv_memory_offered", bytes=slab.num_bytes, device=device.number)
+
     def new_memory(self, num_bytes: int) -> RegionMemory:
-        return NixlMemory(self.agent, self._metadata, self.slab, num_bytes)
+        if self.device_slab is not None:
+            with suppress(MemoryError):
+                return NixlDeviceMemory(self.agent, self._metadata, self.device_slab, num_bytes)
+        return NixlMemory(self.agent, self._metadata, num_bytes, self.slab)
 
     def new_buffer(self, num_bytes: int) -> SendBuffer:
+        if (slab := self.device_slab) is not None:
+            with suppress(MemoryError):
+                on_device = slab.take(num_bytes)
+                return SendBuffer(on_device, lambda: slab.give_back(on_device))
         piece = self.slab.take(num_bytes)
         return SendBuffer(piece, lambda: self.slab.give_back(piece))
 
@@ -111,7 +172,7 @@ class NixlTransport(GrpcTransport):
             assert isinstance(words, GrpcWriter)
             peer = await self._peer(region)
             if peer is None:
-                yield words
+                yield words if self.device_slab is None else _FromDevice(words, self.device_slab.device)
                 return
             target = _NixlWriter(self, words, region, peer)
             try:
@@ -127,7 +188,7 @@ class NixlTransport(GrpcTransport):
     async def _peer(self, region: worker_pb2.TransferRegion) -> str | None:
         """Name of the region's agent; None where NIXL does not lead there."""
         memory = region.nixl
-        if not region.HasField("nixl") or memory.length != region.num_bytes or memory.device != HOST_MEMORY:
+        if not region.HasField("nixl") or memory.length != region.num_bytes:
             return None
         try:
             return await asyncio.to_thread(self.agent.connect, memory.agent_metadata)
@@ -147,14 +208,17 @@ class _NixlWriter(KvWriter):
         self._peer = peer
         self._running: asyncio.Future[None] | None = None
 
-    async def write(self, offset: int, data: ByteArray) -> None:
-        for start in range(0, len(data), _WRITE_BYTES):
-            part = data[start : start + _WRITE_BYTES]
-            self._running = asyncio.ensure_future(self._write(offset + start, part))
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        address, num_bytes, device = self._place(data)
+        # Of the host in parts: the library copies them as it is called, and takes no other call meanwhile.
+        step = _WRITE_BYTES if device < 0 else num_bytes
+        for start in range(0, num_bytes, max(step, 1)):
+            part = (address + start, min(step, num_bytes - start), device)
+            self._running = asyncio.ensure_future(self._write(offset + start, part, data))
             # Cancelled or out of patience, the write itself goes on: wind_up() waits for it.
             async with asyncio.timeout(self._transport.patience_s):
                 await asyncio.shield(self._running)
-            await self._words.wrote(len(part))
+            await self._words.wrote(part[1])
 
     async def done(self, checksum: int) -> None:
         try:
@@ -170,18 +234,22 @@ class _NixlWriter(KvWriter):
                 self._running.exception()
         await asyncio.to_thread(self._transport.agent.notify, self._peer, _notice(self._region))
 
-    async def _write(self, offset: int, data: ByteArray) -> None:
-        """Returns when nothing reads `data` any more. Raises TRANSFER_FAILED."""
+    def _place(self, data: ByteArray | DevicePiece) -> _Place:
+        if not isinstance(data, DevicePiece):
+            return _place(data)
+        assert self._transport.device_slab is not None
+        return data.address, data.num_bytes, self._transport.device_slab.device.number
+
+    async def _write(self, offset: int, part: _Place, data: ByteArray | DevicePiece) -> None:
+        """Writes a part of data, which is registered or becomes so. Returns when nothing reads it any more. Raises
+        TRANSFER_FAILED."""
         agent, metadata = self._transport.agent, self._region.nixl.agent_metadata
-        if not len(data):
-            return
-        # Stamps, and all else that does not lie in the slab, are registered for this write alone.
-        own = None if self._transport.slab.has(data) else await asyncio.to_thread(agent.register, *_place(data))
+        # Stamps, and all else that does not lie in a slab, are registered for this write alone.
+        is_registered = isinstance(data, DevicePiece) or self._transport.slab.has(data)
+        own = None if is_registered else await asyncio.to_thread(agent.register, *part)
         is_done = False
         try:
-            handle = await asyncio.to_thread(
-                agent.post_write, self._peer, _place(data), self._target(offset, len(data))
-            )
+            handle = await asyncio.to_thread(agent.post_write, self._peer, part, self._target(offset, part[1]))
             pause = _POLL_S
             while (state := await asyncio.to_thread(agent.state, handle)) == "PROC":
                 await asyncio.sleep(pause)
@@ -202,7 +270,31 @@ class _NixlWriter(KvWriter):
         return memory.address + offset, num_bytes, memory.device
 
 
-def _place(data: ByteArray) -> tuple[int, int, int]:
+class _FromDevice(KvWriter):
+    """Over gRPC, from buffers of a device."""
+
+    def __init__(self, words: GrpcWriter, device: KvDevice) -> None:
+        self._words, self._device = words, device
+        self._checksum = 0
+
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        if not isinstance(data, DevicePiece):
+            await self._write(offset, data)
+            return
+        for start in range(0, data.num_bytes, _WRITE_BYTES):
+            part = data.part(start, min(_WRITE_BYTES, data.num_bytes - start))
+            read = await to_the_end(asyncio.to_thread(self._device.read, part.address, part.num_bytes))
+            await self._write(offset + start, np.frombuffer(read, np.uint8))
+
+    async def done(self, checksum: int) -> None:
+        await self._words.done(self._checksum)
+
+    async def _write(self, offset: int, data: ByteArray) -> None:
+        await self._words.write(offset, data)
+        self._checksum = await asyncio.to_thread(checksum_of, data, self._checksum)
+
+
+def _place(data: ByteArray) -> _Place:
     return data.ctypes.data, len(data), HOST_MEMORY
 
 

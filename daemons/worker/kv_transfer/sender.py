@@ -152,7 +152,7 @@ class KvSender:
             return Chunk(offset, size, None, is_last=is_last)
         chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
         try:
-            await gather(buffer.array)
+            await gather(buffer.memory)
         except BaseException:
             chunk.emission.abort()
             buffer.close()
@@ -204,8 +204,10 @@ class KvSender:
                 if chunk.buffer is None:
                     await target.placed(chunk.num_bytes)
                 else:
-                    await target.write(chunk.offset, chunk.buffer.array)
-                    checksum = await asyncio.to_thread(checksum_of, chunk.buffer.array, checksum)
+                    memory = chunk.buffer.memory
+                    await target.write(chunk.offset, memory)
+                    if not isinstance(memory, DevicePiece):
+                        checksum = await asyncio.to_thread(checksum_of, memory, checksum)
             except BaseException:
                 self._let_go(chunk, is_sent=False)
                 raise

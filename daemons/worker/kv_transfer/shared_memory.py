@@ -26,6 +26,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import host_name
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory, to_the_end
@@ -143,7 +144,8 @@ class SharedWriter(KvWriter):
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
         return cls(words, target[: region.num_bytes])
 
-    async def write(self, offset: int, data: ByteArray) -> None:
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
         for start in range(0, len(data), _COPY_BYTES):
             part = data[start : start + _COPY_BYTES]
             target = self._target[offset + start : offset + start + len(part)]

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
-from radixmesh.daemons.worker.kv_transfer.device_memory import check_device_memory
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, check_device_memory
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
@@ -119,7 +119,8 @@ class GrpcWriter(KvWriter):
         self._request.num_written = num_bytes
         await self._write()
 
-    async def write(self, offset: int, data: ByteArray) -> None:
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
         for start in range(0, len(data), WRITE_BYTES):
             self._request.offset = offset + start
             self._request.data = data[start : start + WRITE_BYTES].tobytes()

@@ -195,7 +195,7 @@ class KvTransfers:
                 await to_the_end(self._run(lambda: job(memory)))
                 return
             began = self._clock()
-            await self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+            await to_the_end(self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part)))
             self._figures.passed("gather", memory.num_bytes, self._clock() - began)
 
         sender = self._senders.get(region.transfer_id)

@@ -26,7 +26,7 @@ WRITE_BYTES = 1 << 20
 class SendBuffer(NamedTuple):
     """Memory that a chunk is gathered to. close: nothing reads it any more; called once."""
 
-    array: ByteArray
+    memory: ByteArray | DevicePiece
     close: Callable[[], None]
 
 
@@ -64,8 +64,9 @@ class KvWriter(ABC):
     """One writer of one region. Calls one after the other; after one that raised, no more."""
 
     @abstractmethod
-    async def write(self, offset: int, data: ByteArray) -> None:
-        """Writes bytes of the region, each once. Returns when `data` is not read any more. Raises MeshError."""
+    async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
+        """Writes bytes of the region, each once; from a device those of a new_buffer(). Returns when `data` is not
+        read any more. Raises MeshError."""
 
     def place(self, offset: int, num_bytes: int) -> DevicePiece | None:
         """Memory of the region that this process's device reaches: copies may write there instead, and have run before
@@ -78,7 +79,8 @@ class KvWriter(ABC):
 
     @abstractmethod
     async def done(self, checksum: int) -> None:
-        """Says the last word; returns when the receiver has heard it. checksum: CRC-32 of all bytes in order. Raises
+        """Says the last word; returns when the receiver has heard it. checksum: CRC-32 of all bytes in order, those
+        of a device left out. Raises
         MeshError where the receiver refused, was lost, or took nothing for too long."""
 
 

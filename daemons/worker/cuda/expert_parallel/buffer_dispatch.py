@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.kernels.moe.exchange_rows import packed_places, packed_places_reference
 from radixmesh.kernels.moe.route import Routes
 
 
@@ -43,12 +44,17 @@ Receive = Callable[[], None]
 
 
 class LowLatencyBuffer(Protocol):
-    """Registered memory of one generation of a group, and the kernels over it. Two dispatches may be under way."""
+    """Registered memory of one generation of a group, and the kernels over it. Two dispatches may be under way.
+
+    id_dtype: of slots, as its kernels were compiled.
+    """
+
+    id_dtype: torch.dtype
 
     def dispatch(
         self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
     ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
-        """bf16 [P, X, D], int32 [P] rows that are there, and what combine() needs. slots: int64 on all ranks. is_split:
+        """bf16 [P, X, D], int32 [P] rows that are there, and what combine() needs. slots: on all ranks. is_split:
         all is there when the last of the results was called alone, which is to be before the next call of either kind;
         otherwise that does nothing."""
         ...
@@ -169,7 +175,7 @@ class BufferDispatch(DeviceDispatch):
         if buffer is None or not self.room:
             self._normal.room = self.room
             return self._normal.start_dispatch(x_TD, routes, num_held)
-        slots_TA, x_TD = routes.expert_ids_TA.long(), x_TD.contiguous()
+        slots_TA, x_TD = routes.expert_ids_TA.to(buffer.id_dtype), x_TD.contiguous()
         self._received()
         x_PXD, counts_P, handle, receive = buffer.dispatch(x_TD, slots_TA, is_split=self.is_cut)
         received = self._under_way(receive)
@@ -179,7 +185,7 @@ class BufferDispatch(DeviceDispatch):
             received()
             sent = _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape)
             if most < x_PXD.shape[0] * x_PXD.shape[1]:
-                return _packed(x_PXD, counts_P, num_held, most, sent)
+                return _packed(x_PXD, counts_P, most, sent)
             return _as_they_lie(x_PXD, counts_P, num_held, sent)
 
         return came
@@ -227,19 +233,14 @@ def _as_they_lie(x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, sen
     return Came(x_PXD.flatten(0, 1), Routes(picked_R1, is_there_PX.float().view(-1, 1)), sent)
 
 
-def _packed(x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, most: int, sent: _Sent) -> Came:
+def _packed(x_PXD: torch.Tensor, counts_P: torch.Tensor, most: int, sent: _Sent) -> Came:
     """Rows that are there, one behind the other, with padding up to `most`: no more can come, and the host knows no
     other number."""
     num_slots, num_rows, _ = x_PXD.shape
-    ends_P = counts_P.cumsum(0)
-    rows_R = torch.arange(most, device=x_PXD.device)
-    is_there_R = rows_R < ends_P[-1]
-    held_R = torch.searchsorted(ends_P, rows_R, right=True).clamp_(max=num_slots - 1)
-    places_R = held_R * num_rows + rows_R - (ends_P - counts_P)[held_R]
-    places_R = torch.where(is_there_R, places_R, num_slots * num_rows)
+    places_R, routes = (packed_places if x_PXD.is_cuda else packed_places_reference)(counts_P, num_rows, most)
+    # Padding reads any row.
     x_RD = x_PXD.flatten(0, 1).index_select(0, places_R.clamp(max=num_slots * num_rows - 1))
-    picked_R1 = torch.where(is_there_R, held_R, num_held).int()[:, None]
-    return Came(x_RD, Routes(picked_R1, is_there_R.float()[:, None]), sent._replace(places_R=places_R))
+    return Came(x_RD, routes, sent._replace(places_R=places_R))
 
 
 def _unpacked(results_RD: torch.Tensor, sent: _Sent) -> torch.Tensor:

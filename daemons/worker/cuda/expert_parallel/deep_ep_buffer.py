@@ -49,6 +49,8 @@ def deep_ep_bytes(module: ModuleType, shape: BufferShape) -> int:
 class DeepEpBuffer:
     """Buffer of one generation."""
 
+    id_dtype = torch.int64
+
     def __init__(self, module: ModuleType, ranks: RankGroup, shape: BufferShape, device: torch.device) -> None:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape

@@ -59,7 +59,7 @@ class NixlBuffer:
     def __init__(self, module: ModuleType, ranks: RankGroup, shape: BufferShape, device: torch.device) -> None:
         """Connects; blocks until the others do. Raises RankLost."""
         self._shape = shape
-        self._id_dtype: torch.dtype = getattr(module, "topk_idx_t", torch.int64)
+        self.id_dtype: torch.dtype = getattr(module, "topk_idx_t", torch.int64)
         """Its kernels were compiled for ids of this one."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
@@ -80,11 +80,11 @@ class NixlBuffer:
     def dispatch(
         self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
     ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
-        shape, ids_TA = self._shape, slots_TA.to(self._id_dtype)
+        shape = self._shape
         x_PXD, counts_P, handle, _, hook = self._buffer.low_latency_dispatch(
-            x_TD, ids_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
+            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
         )
-        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, ids_TA)
+        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, slots_TA)
 
     def combine(
         self,
@@ -95,11 +95,10 @@ class NixlBuffer:
         *,
         is_split: bool,
     ) -> tuple[torch.Tensor, Receive]:
-        ids_TA = slots_TA.to(self._id_dtype)
         combined_TD, _, hook = self._buffer.low_latency_combine(
-            results_PXD, ids_TA, weights_TA, handle, return_recv_hook=is_split
+            results_PXD, slots_TA, weights_TA, handle, return_recv_hook=is_split
         )
-        return combined_TD, receiver(hook if is_split else None, results_PXD, ids_TA, weights_TA)
+        return combined_TD, receiver(hook if is_split else None, results_PXD, slots_TA, weights_TA)
 
     def masked(self) -> torch.Tensor | None:
         self._buffer.query_mask_buffer(self._mask_N)

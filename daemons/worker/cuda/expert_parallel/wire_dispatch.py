@@ -4,7 +4,7 @@ low latency: every rank gets the rows of all ranks, and computes the picks that 
 of a row as ranks, hardly a row has nothing to do anywhere. normal: a rank gets the rows that pick one of its experts.
 Either way a rank gives back the weighted sum of a row's picks there, and the sums are added in the order of the ranks.
 
-Legend: T rows of this rank, C of them with padding, A picks of a row, R rows that came, N ranks, D hidden size, B bytes
+Legend: T rows of this rank, C of them with padding, A picks of a row, R rows that came, N ranks, D hidden size, W words
 of a row with its picks and their weights.
 """
 
@@ -17,10 +17,18 @@ import torch
 
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import Wire
+from radixmesh.kernels.moe.exchange_rows import (
+    add_parts,
+    add_parts_reference,
+    own_routes,
+    own_routes_reference,
+    pack_rows,
+    pack_rows_reference,
+    packed_rows,
+)
 from radixmesh.kernels.moe.route import Routes
 
-_NOBODY = -1
-_PICK_BYTES = 4
+_WORD_BYTES = 4
 
 
 class _ToAll(NamedTuple):
@@ -75,8 +83,8 @@ class WireDispatch(DeviceDispatch):
     def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         num_rows, room = len(x_TD), self.room
         assert num_rows <= room, f"{num_rows} rows in a forward at low latency with room for {room}"
-        packed_CB = _pack(x_TD, routes, room)
-        gathered = self._wire.start_gather(packed_CB)
+        packed_CW = _pack(x_TD, routes, room)
+        gathered = self._wire.start_gather(packed_CW)
         return lambda: self._came(gathered().flatten(0, 1), x_TD, routes, num_held, _ToAll(room))
 
     def _to_some(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
@@ -92,29 +100,22 @@ class WireDispatch(DeviceDispatch):
         if self._is_formed:
             # Collectives that were aborted leave any numbers there.
             self.ranks.check()
-        packed_XB = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
-        came = self._wire.start_all_to_all(packed_XB, to_ranks, from_ranks)
+        packed_XW = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
+        came = self._wire.start_all_to_all(packed_XW, to_ranks, from_ranks)
         return lambda: self._came(came(), x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))
 
     def _came(
-        self, came_RB: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_held: int, route: _ToAll | _ToSome
+        self, came_RW: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_held: int, route: _ToAll | _ToSome
     ) -> Came:
-        pick_bytes = routes.expert_ids_TA.shape[1] * _PICK_BYTES
-        x_bytes = x_TD.shape[1] * x_TD.element_size()
-        slots_RA = _column(came_RB, x_bytes, pick_bytes, torch.int32) - self.rank * num_held
-        weights_RA = _column(came_RB, x_bytes + pick_bytes, pick_bytes, torch.float32)
-        is_own_RA = (slots_RA >= 0) & (slots_RA < num_held)
-        own = Routes(
-            torch.where(is_own_RA, slots_RA, num_held).int(), torch.where(is_own_RA, weights_RA, 0.0).contiguous()
-        )
-        return Came(_column(came_RB, 0, x_bytes, x_TD.dtype), own, route)
+        num_features, num_picks = x_TD.shape[1] * x_TD.element_size() // _WORD_BYTES, routes.expert_ids_TA.shape[1]
+        picks_of = own_routes if came_RW.is_cuda else own_routes_reference
+        own = picks_of(came_RW, num_features, num_picks, self.rank, num_held)
+        # Where it lies: nobody writes to it.
+        return Came(packed_rows(came_RW, x_TD.shape[1], x_TD.dtype), own, route)
 
 
 def _add_of_all(parts_NCD: torch.Tensor, residual_TD: torch.Tensor) -> None:
-    sum_TD = residual_TD.float()
-    for part_CD in parts_NCD:
-        sum_TD += part_CD[: len(sum_TD)]
-    residual_TD.copy_(sum_TD)
+    (add_parts if residual_TD.is_cuda else add_parts_reference)(parts_NCD, residual_TD)
 
 
 def _add_of_some(back_XD: torch.Tensor, route: _ToSome, residual_TD: torch.Tensor) -> None:
@@ -127,16 +128,5 @@ def _add_of_some(back_XD: torch.Tensor, route: _ToSome, residual_TD: torch.Tenso
 
 
 def _pack(x_TD: torch.Tensor, routes: Routes, num_rows: int) -> torch.Tensor:
-    """uint8 [num_rows, B]: rows beyond those of x pick nobody. One collective carries all of it."""
-    parts = (x_TD.contiguous(), routes.expert_ids_TA.contiguous(), routes.weights_TA.contiguous())
-    packed_TB = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
-    if num_rows == len(packed_TB):
-        return packed_TB
-    packed_CB = packed_TB.new_full((num_rows, packed_TB.shape[1]), _NOBODY % 256)
-    packed_CB[: len(packed_TB)] = packed_TB
-    return packed_CB
-
-
-def _column(packed_RB: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A copy: a view as another type needs an aligned beginning."""
-    return packed_RB[:, start : start + size].clone(memory_format=torch.contiguous_format).view(dtype)
+    """One collective carries rows with their picks."""
+    return (pack_rows if x_TD.is_cuda else pack_rows_reference)(x_TD, routes, num_rows)

@@ -1,0 +1,233 @@
+"""Rows with their picks, packed so that one collective carries them to other ranks, and sums that came back; places of
+rows that a library has laid out by expert.
+
+A packed row, int32 words:
+
+    features of the row | slots [A] | weights [A], float32 | padding up to 32 bytes
+
+Rows that came are read where they lie, as a strided view: padding keeps them aligned. Legend: T rows of this rank, R
+rows that came, A picks of a row, D hidden size, N ranks, C rows of each rank with padding, W words, P slots of this
+rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from radixmesh.kernels.moe.route import Routes
+
+_WORD_BYTES = 4
+# So that vectors of rows that lie at such strides are loaded whole, also of 2 bytes a number.
+_ALIGNED_WORDS = 8
+_BLOCK = 1024
+_ROWS = 64
+
+
+def packed_words(hidden: int, itemsize: int, num_picks: int) -> int:
+    """Words of a packed row."""
+    num_bytes = hidden * itemsize
+    assert num_bytes % _WORD_BYTES == 0, (hidden, itemsize)
+    return -(-(num_bytes // _WORD_BYTES + 2 * num_picks) // _ALIGNED_WORDS) * _ALIGNED_WORDS
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _pack_kernel(
+    x_ptr, slots_ptr, weights_ptr, out_ptr, num_rows, x_stride, FEATURES: tl.constexpr, A: tl.constexpr,
+    W: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    is_row = row < num_rows
+    words = tl.arange(0, BLOCK)
+    for start in range(0, FEATURES, BLOCK):
+        mask = start + words < FEATURES
+        features = tl.load(x_ptr + row * x_stride + start + words, mask=mask & is_row, other=0)
+        tl.store(out_ptr + row * W + start + words, features, mask=mask)
+    picks = tl.arange(0, BLOCK_A)
+    mask = picks < A
+    # Rows of padding pick nobody.
+    slots = tl.load(slots_ptr + row * A + picks, mask=mask & is_row, other=-1)
+    weights = tl.load(weights_ptr + row * A + picks, mask=mask & is_row, other=0)
+    tl.store(out_ptr + row * W + FEATURES + picks, slots, mask=mask)
+    tl.store(out_ptr + row * W + FEATURES + A + picks, weights, mask=mask)
+
+
+def pack_rows(x_TD: torch.Tensor, routes: Routes, num_rows: int) -> torch.Tensor:
+    """int32 [num_rows, W]; rows beyond those of x pick nobody, with slot -1, and hold anything."""
+    assert x_TD.stride(1) == 1 and len(x_TD) <= num_rows, (x_TD.stride(), num_rows)
+    num_picks, words = routes.expert_ids_TA.shape[1], _words_of(x_TD, routes)
+    packed = torch.empty(num_rows, words, dtype=torch.int32, device=x_TD.device)
+    x_TX = _as_words(x_TD)
+    if num_rows:
+        _pack_kernel[(num_rows,)](
+            x_TX, routes.expert_ids_TA, _bits(routes.weights_TA), packed, len(x_TD), x_TX.stride(0),
+            FEATURES=x_TX.shape[1], A=num_picks, W=words, BLOCK_A=triton.next_power_of_2(num_picks),
+            BLOCK=min(_BLOCK, triton.next_power_of_2(x_TX.shape[1])), num_warps=4,
+        )  # fmt: skip
+    return packed
+
+
+def pack_rows_reference(x_TD: torch.Tensor, routes: Routes, num_rows: int) -> torch.Tensor:
+    """The same as `pack_rows`, in torch."""
+    num_picks, x_TX = routes.expert_ids_TA.shape[1], _as_words(x_TD)
+    packed = torch.zeros(num_rows, _words_of(x_TD, routes), dtype=torch.int32, device=x_TD.device)
+    features, count = x_TX.shape[1], len(x_TD)
+    packed[:, features : features + num_picks] = -1
+    packed[:count, :features] = x_TX
+    packed[:count, features : features + num_picks] = routes.expert_ids_TA
+    packed[:count, features + num_picks : features + 2 * num_picks] = _bits(routes.weights_TA)
+    return packed
+
+
+def packed_rows(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """[R, D]: the rows, a view."""
+    return packed_RW.view(dtype)[:, :hidden]
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_slot", "num_held"])
+def _own_routes_kernel(
+    packed_ptr, ids_ptr, weights_ptr, num_pairs, first_slot, num_held, FEATURES: tl.constexpr, A: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = pairs < num_pairs
+    at = packed_ptr + (pairs // A).to(tl.int64) * W + FEATURES + pairs % A
+    slots = tl.load(at, mask=mask, other=-1) - first_slot
+    weights = tl.load(at + A, mask=mask, other=0)
+    is_own = (slots >= 0) & (slots < num_held)
+    tl.store(ids_ptr + pairs, tl.where(is_own, slots, num_held), mask=mask)
+    tl.store(weights_ptr + pairs, tl.where(is_own, weights, 0), mask=mask)
+
+
+def own_routes(packed_RW: torch.Tensor, num_features: int, num_picks: int, rank: int, num_held: int) -> Routes:
+    """Picks of packed rows as a rank sees them that has the slots [rank x num_held, (rank + 1) x num_held): counted
+    from its first one, and num_held with weight 0 where they are another's. num_features: words ahead of the picks."""
+    num_rows, words = packed_RW.shape
+    ids_RA = torch.empty(num_rows, num_picks, dtype=torch.int32, device=packed_RW.device)
+    weights_RA = torch.empty(num_rows, num_picks, dtype=torch.float32, device=packed_RW.device)
+    num_pairs = num_rows * num_picks
+    if num_pairs:
+        _own_routes_kernel[(triton.cdiv(num_pairs, _BLOCK),)](
+            packed_RW, ids_RA, _bits(weights_RA), num_pairs, rank * num_held, num_held, FEATURES=num_features,
+            A=num_picks, W=words, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return Routes(ids_RA, weights_RA)
+
+
+def own_routes_reference(
+    packed_RW: torch.Tensor, num_features: int, num_picks: int, rank: int, num_held: int
+) -> Routes:
+    """The same as `own_routes`, in torch."""
+    slots_RA = packed_RW[:, num_features : num_features + num_picks] - rank * num_held
+    weights_RA = packed_RW[:, num_features + num_picks : num_features + 2 * num_picks].contiguous()
+    is_own_RA = (slots_RA >= 0) & (slots_RA < num_held)
+    own_RA = torch.where(is_own_RA, weights_RA.view(torch.float32), 0.0)
+    return Routes(torch.where(is_own_RA, slots_RA, num_held).int(), own_RA)
+
+
+class PackedPlaces(NamedTuple):
+    """places_R int64: of packed rows among those of all slots, and the number of these for padding. routes: of packed
+    rows, each through the expert of its slot with weight 1; padding has the slot behind the last one, with weight 0."""
+
+    places_R: torch.Tensor
+    routes: Routes
+
+
+@triton.jit(do_not_specialize=["most"])
+def _packed_places_kernel(
+    counts_ptr, places_ptr, ids_ptr, weights_ptr, most, X: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.arange(0, BLOCK_P)
+    counts = tl.load(counts_ptr + slots, mask=slots < P, other=0)
+    ends = tl.cumsum(counts, axis=0)
+    total = tl.sum(counts, axis=0)
+    is_past = (ends[None, :] <= rows[:, None]) & (slots < P)[None, :]
+    own = tl.sum(is_past.to(tl.int32), axis=1)
+    first = tl.max(tl.where(is_past, ends[None, :], 0), axis=1)
+    is_there = rows < total
+    places = tl.where(is_there, own.to(tl.int64) * X + (rows - first), tl.full((BLOCK,), P * X, tl.int64))
+    mask = rows < most
+    tl.store(places_ptr + rows, places, mask=mask)
+    tl.store(ids_ptr + rows, tl.where(is_there, own, P), mask=mask)
+    tl.store(weights_ptr + rows, is_there.to(tl.float32), mask=mask)
+
+
+def packed_places(counts_P: torch.Tensor, num_rows: int, most: int) -> PackedPlaces:
+    """Rows that are there, of slots that have memory for num_rows rows each, the first counts_P (int32) of which are:
+    slot by slot, and padding up to `most`, which is at least as many as there are."""
+    num_slots, device = len(counts_P), counts_P.device
+    places_R = torch.empty(most, dtype=torch.int64, device=device)
+    ids_R1 = torch.empty(most, 1, dtype=torch.int32, device=device)
+    weights_R1 = torch.empty(most, 1, dtype=torch.float32, device=device)
+    if most:
+        _packed_places_kernel[(triton.cdiv(most, _ROWS),)](
+            counts_P, places_R, ids_R1, weights_R1, most, X=num_rows, P=num_slots,
+            BLOCK_P=triton.next_power_of_2(num_slots), BLOCK=_ROWS, num_warps=4,
+        )  # fmt: skip
+    return PackedPlaces(places_R, Routes(ids_R1, weights_R1))
+
+
+def packed_places_reference(counts_P: torch.Tensor, num_rows: int, most: int) -> PackedPlaces:
+    """The same as `packed_places`, in torch."""
+    num_slots, ends_P = len(counts_P), counts_P.cumsum(0)
+    rows_R = torch.arange(most, device=counts_P.device)
+    is_there_R = rows_R < ends_P[-1]
+    own_R = torch.searchsorted(ends_P, rows_R, right=True).clamp(max=num_slots - 1)
+    places_R = own_R * num_rows + rows_R - (ends_P - counts_P)[own_R]
+    places_R = torch.where(is_there_R, places_R, num_slots * num_rows)
+    ids_R1 = torch.where(is_there_R, own_R, num_slots).int()[:, None]
+    return PackedPlaces(places_R, Routes(ids_R1, is_there_R.float()[:, None]))
+
+
+@triton.jit(do_not_specialize=["room"])
+def _add_parts_kernel(
+    parts_ptr, residual_ptr, room, residual_stride, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < D
+    at = residual_ptr + row * residual_stride + columns
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for rank in tl.static_range(N):
+        total += tl.load(parts_ptr + (rank * room + row) * D + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=mask)
+
+
+def add_parts(parts_NCD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    """Adds the first T rows of each rank's part to the residual in place, in the order of the ranks, in float32."""
+    num_ranks, room, hidden = parts_NCD.shape
+    assert parts_NCD.is_contiguous() and residual_TD.stride(1) == 1 and len(residual_TD) <= room, residual_TD.shape
+    if len(residual_TD):
+        block = min(_BLOCK, triton.next_power_of_2(hidden))
+        _add_parts_kernel[(len(residual_TD), triton.cdiv(hidden, block))](
+            parts_NCD, residual_TD, room, residual_TD.stride(0), N=num_ranks, D=hidden, BLOCK=block, num_warps=4
+        )
+
+
+def add_parts_reference(parts_NCD: torch.Tensor, residual_TD: torch.Tensor) -> None:
+    """The same as `add_parts`, in torch."""
+    sum_TD = residual_TD.float()
+    for part_CD in parts_NCD:
+        sum_TD += part_CD[: len(sum_TD)]
+    residual_TD.copy_(sum_TD)
+
+
+def _words_of(x_TD: torch.Tensor, routes: Routes) -> int:
+    ids_TA, weights_TA = routes
+    assert ids_TA.dtype == torch.int32 and ids_TA.is_contiguous(), ids_TA.dtype
+    assert weights_TA.dtype == torch.float32 and weights_TA.is_contiguous(), weights_TA.dtype
+    return packed_words(x_TD.shape[1], x_TD.element_size(), ids_TA.shape[1])
+
+
+def _as_words(x_TD: torch.Tensor) -> torch.Tensor:
+    """int32, of rows whose features are contiguous and lie at whole words."""
+    return (x_TD if x_TD.is_contiguous() else x_TD.contiguous()).view(torch.int32)
+
+
+def _bits(weights: torch.Tensor) -> torch.Tensor:
+    return weights.view(torch.int32)
