@@ -35,6 +35,8 @@ _MODELS = _HERE.parents[1] / "compose" / "models"
 # Multicast resets whole machines where its service is not set up.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 _TAIL = 1500
+# Steps of all rows are to be at low latency; no experts move.
+_LOW_LATENCY = ("--scheduler", "low_latency_max_tokens=512", "expert_balance_threshold=0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,7 @@ def _experts(args: argparse.Namespace) -> list[Part]:
         found.append(Part(name=f"{shape}: TP {args.gpus}", commands=[tp], limit_s=400))
         for transport in transports:
             flags = [*quantized] if args.dry else [*(quantized or ["--worker"]), f"ep_transport={transport}"]
-            # Steps of all these rows are to be at low latency.
-            flags += ["--scheduler", "low_latency_max_tokens=512"]
+            flags += _LOW_LATENCY
             dp = _script("rank_load.py", *folder, "--layout", "dp-ep", "--ranks", args.gpus, *decodes, *flags)
             found.append(Part(name=f"{shape}: DP + EP {args.gpus}, {transport}", commands=[dp], limit_s=400))
     return found
@@ -148,7 +149,7 @@ def _overlap(args: argparse.Namespace) -> list[Part]:
         flags = (f"ep_transport={transport}", f"two_batch_min_rows={rows}", *_quantized(shape))
         command = _script(
             *("rank_load.py", "--shape", shape, *load, *_decodes(args, sizes, "128"), "--worker", *flags),
-            *("--scheduler", "low_latency_max_tokens=512"),
+            *_LOW_LATENCY,
         )
         name = f"two-batch overlap {'on' if rows else 'off'}: {shape}, {transport}"
         found.append(Part(name=name, commands=[command], limit_s=400))
@@ -166,7 +167,7 @@ def _moves(args: argparse.Namespace) -> list[Part]:
         decodes = ("--decode", "4x16", "--out", 100) if args.dry else _decodes(args, ["256x1024"], "256")
         command = _script(
             *("rank_load.py", *_shape(args, shape, "tiny-deepseek"), "--layout", "dp-ep", "--ranks", args.gpus),
-            *(*decodes, "--router-skew", skew, "--balance", "--balance-s", 20 if args.dry else 90, "--worker", *flags),
+            *(*decodes, "--router-skew", skew, "--balance", "--balance-s", 20 if args.dry else 60, "--worker", *flags),
             *("--scheduler", "low_latency_max_tokens=512"),
         )
         found.append(Part(name=name, commands=[command], limit_s=500))

@@ -18,7 +18,9 @@ MODEL = "tiny-deepseek"
 
 async def kill_under_load(plan: list[tuple[str, signal.Signals]]) -> None:
     """plan: services of compose/dp-ep.yml and signals, in order."""
-    async with running_mesh("dp-ep", model=MODEL, services={"worker-rank-1": {"cpu_threads": 1}}) as mesh:
+    # GPUs differ in the memory that is free.
+    services = {"worker": {"num_pages": 4003}, "worker-rank-1": {"num_pages": 4000, "cpu_threads": 1}}
+    async with running_mesh("dp-ep", model=MODEL, services=services) as mesh:
         jobs = recitations(MODEL, with_sampled=False)
         # Long enough to be there when a daemon dies.
         jobs = sorted(jobs, key=lambda job: len(job.answers[0].ids))[-2 * NUM_STREAMS :]

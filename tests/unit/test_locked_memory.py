@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 from radixmesh.daemons.worker.cuda import locked_memory
 
 
-def test_memory_is_locked_by_threads_on_the_device_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_memory_is_locked_by_threads_on_the_device_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, is_inference: bool
+) -> None:
     current, registered, released = threading.local(), [], []
 
     @contextmanager
@@ -34,7 +37,9 @@ def test_memory_is_locked_by_threads_on_the_device_that_uses_it(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(locked_memory, "_LOCKED_WORDS", 1024)
     device = torch.device("cuda", 3)
-    memory = locked_memory.LockedMemory(4096, device)
+    # Inference mode is a thread's own.
+    with torch.inference_mode(is_inference):
+        memory = locked_memory.LockedMemory(4096, device)
     assert [(num, of) for _, num, of in registered] == [(4096, device)] * 4
     assert not memory.words.any() and not released
     del memory

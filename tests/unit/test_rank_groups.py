@@ -87,14 +87,17 @@ def snapshot(ids: list[list[int]], generations: list[int], names: tuple[str, ...
 def test_kv_counts_where_every_rank_has_it() -> None:
     ours = snapshot([[1, 2], [3], [4, 5], [6, 7]], [1, 1, 2, 3], ("", "salt"), pinned_pages=(1,))
     theirs = snapshot([[1, 2], [3, 9], [4, 8]], [1, 1, 2], ("other", "", "salt"), pinned_pages=(2, 3))
-    both = common_snapshot([ours, theirs])
+    both = common_snapshot([ours, theirs], 3)
     assert both.records.filled.tolist() == [2, 0, 0] and both.records.ids.tolist() == [1, 2]
     assert both.pinned_pages == (1, 2) and both.names == ("", "salt")
-    assert common_snapshot([ours]) is ours
+    # Another data-parallel rank has fewer pages.
+    alone = common_snapshot([ours], 2)
+    assert alone.records.generations.tolist() == [1, 1] and alone.records.filled.tolist() == [2, 1]
+    assert alone.records.ids.tolist() == [1, 2, 3] and alone.pinned_pages == (1,)
     other_name = snapshot([[1, 2]], [1], ("", "pepper"))
-    assert common_snapshot([ours, other_name]).records.filled.tolist() == [0]
+    assert common_snapshot([ours, other_name], 1).records.filled.tolist() == [0]
     with pytest.raises(MeshError) as caught:
-        common_snapshot([ours, snapshot([[1, 2]], [7])])
+        common_snapshot([ours, snapshot([[1, 2]], [7])], 1)
     assert caught.value.reason_name == "RANKS_DIVERGED"
 
 

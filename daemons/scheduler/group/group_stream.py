@@ -133,14 +133,15 @@ class GroupStream:
         return self.rank_streams[0].placement
 
     async def snapshots(self, num_pages: Sequence[tuple[int, int]]) -> list[CacheSnapshot]:
-        """The page records of each data-parallel rank that all its workers have alike. num_pages: by worker, of device
-        and host."""
+        """The page records of each data-parallel rank that all its workers have alike, of as many pages as all ranks
+        have: GPUs differ in the memory that is free. num_pages: by worker, of device and host."""
         streams = zip(self.rank_streams, num_pages, strict=True)
         snapshots = await together([stream.snapshot(*nums) for stream, nums in streams])
         parts = self._by_dp_rank(snapshots)
         self._releases = [TransferReleases([snapshot.pinned_transfers for snapshot in part]) for part in parts]
         self._loads = [CommonLoads() for _ in parts]
-        return [common_snapshot(part) for part in parts]
+        least, least_host = (min(nums) for nums in zip(*num_pages, strict=True))
+        return [common_snapshot(part, least, least_host) for part in parts]
 
     async def put_blob(self, blob_hash: str, data: bytes) -> None:
         """Gives all ranks a blob; the first refusal."""

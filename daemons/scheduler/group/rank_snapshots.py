@@ -13,16 +13,14 @@ from radixmesh.daemons.runtime.steps.step import PageRecords
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
 
 
-def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
-    """Records of the pages that all ranks have (the least), emptied where ranks differ; pages that any rank pins.
+def common_snapshot(snapshots: Sequence[CacheSnapshot], num_pages: int, num_host_pages: int = 0) -> CacheSnapshot:
+    """Records of the first pages (and of those of the host), emptied where ranks differ; pages that any rank pins.
+    num_pages: as many as every rank of the group has.
 
     Raises RANKS_DIVERGED where page generations differ: the ranks of one group apply the
     same plans. Tokens differ where one rank ended a step that died on another.
     """
     first = snapshots[0]
-    if len(snapshots) == 1:
-        return first
-    num_pages = min(len(snapshot.records.filled) for snapshot in snapshots)
     ours = _first_pages(first.records, num_pages)
     is_same = np.ones(num_pages, np.bool_)
     for other in snapshots[1:]:
@@ -51,16 +49,17 @@ def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
         names=first.names,
         pinned_pages=tuple(pinned),
         pinned_transfers={name: tuple(sorted(held)) for name, held in transfers.items()},
-        host=_common_host(snapshots),
+        host=_common_host(snapshots, num_host_pages),
     )
 
 
-def _common_host(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot | None:
+def _common_host(snapshots: Sequence[CacheSnapshot], num_pages: int) -> CacheSnapshot | None:
     hosts = [snapshot.host for snapshot in snapshots if snapshot.host is not None]
-    return common_snapshot(hosts) if len(hosts) == len(snapshots) else None
+    return common_snapshot(hosts, num_pages) if len(hosts) == len(snapshots) else None
 
 
 def _first_pages(records: PageRecords, num_pages: int) -> PageRecords:
+    """A page that follows one beyond them has no parent: it is not adopted."""
     if len(records.filled) == num_pages:
         return records
     names = ("generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions")
