@@ -204,7 +204,7 @@ def test_trees_are_those_of_the_cpu_worker(algorithm, model, page_size, max_draf
     assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == num_out
     assert draft_counts(ours)[1] > 0
     common = [key for key in our_trees.keys() & their_trees.keys() if len(our_trees[key]) == len(their_trees[key])]
-    assert len(common) > 5 and any(len({path[0] for path in our_trees[key]}) > 1 for key in common)
+    assert len(common) > 3 and any(len({path[0] for path in our_trees[key]}) > 1 for key in common)
     for key in common:
         assert our_trees[key] == their_trees[key], key
     _check_kv(runner, ours, want, theirs)

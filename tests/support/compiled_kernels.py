@@ -98,7 +98,7 @@ def _tree_launches(head_dim: int, heads: int, num_positions: int) -> None:
     tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     workspace = TreeWorkspace(rows, num_positions, heads, kv_heads, head_dim, "cpu")
     masks = torch.zeros(len(q), dtype=torch.int64)
-    paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace)
+    paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace, use_pdl=True)
     # The same branches as decodes with tails.
     from radixmesh.kernels.attention import decode_attention
     from radixmesh.kernels.attention.split_pieces import Tails
