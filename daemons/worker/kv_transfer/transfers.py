@@ -409,7 +409,7 @@ class KvTransfers:
 
 
 def _trace(event: str, transfer_id: str, **fields: object) -> None:
-    """Logs when a transfer came to a point: bench/gpu/pd_load.py --trace-kv makes a table of it."""
+    """Logs when a transfer came to a point: bench/gpu/pd_load.py tells of the last ones."""
     log.debug(event, transfer=transfer_id, **fields)
 
 
