@@ -126,7 +126,7 @@ def main() -> None:
         for way in ways:
             way.follow(texts[:, step].tolist(), clock)
         for way in ways[1:]:
-            assert (way.masks._words == ways[0].masks._words).all(), way.size
+            assert (way.masks.words == ways[0].masks.words).all(), way.size
             assert (way.masks._positions == ways[0].masks._positions).all(), way.size
     warm = args.tokens // 4
     result = {
