@@ -30,6 +30,7 @@ import platform
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -93,15 +94,16 @@ def names(args: argparse.Namespace, daemon: str) -> dict[str, str]:
 def services(args: argparse.Namespace) -> dict[str, dict[str, object]]:
     """Settings of workers, each with a GPU of its own, of schedulers and of the router."""
     found: dict[str, dict[str, object]] = {}
+    level = {"log_level": "debug"} if args.trace_kv else {}
     for index, worker in enumerate(names(args, "worker")):
         settings: dict[str, object] = {"backend": args.backend, "transfer_staging_bytes": args.staging_bytes}
         if args.backend == "cuda":
             settings |= {"cuda_device": index % max(1, torch.cuda.device_count()), "num_slots": args.num_slots}
             settings |= {"max_total_len": 16_384, "max_tokens_per_step": 8192}
             settings["load_format"] = "auto" if args.model else "dummy"
-        found[worker] = {**settings, **_flags(args.worker)}
+        found[worker] = {**settings, **level, **_flags(args.worker)}
     for scheduler in names(args, "scheduler"):
-        found[scheduler] = {"check_invariants": "false", **_flags(args.scheduler)}
+        found[scheduler] = {"check_invariants": "false", **level, **_flags(args.scheduler)}
     least = 256 if args.backend == "cuda" else 8
     schedulers = ",".join(f"{name}:50051" for name in names(args, "scheduler"))
     found["router"] = {"schedulers": schedulers, "prefill_min_tokens": least}
@@ -141,6 +143,8 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                     for name in (*names(args, "worker"), *names(args, "scheduler")):
                         print(name, *mesh.cluster.recent_lines(name)[-8:], sep="\n", file=sys.stderr)
                 layouts[layout]["transfers"] = await _transfers(mesh, args)
+                if args.trace_kv:
+                    layouts[layout]["trace"] = _traced(mesh, args)
             bugs = list(mesh.bugs)
     return {
         "command": " ".join(["python", *sys.argv]),
@@ -176,7 +180,9 @@ async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
         }
     for name in names(args, "worker"):
         lines = [json.loads(line) for line in mesh.cluster.recent_lines(name) if '"event": "kv_' in line]
-        told[f"{name} says"] = [{key: line[key] for key in line if key not in _LOG_FIELDS} for line in lines]
+        told[f"{name} says"] = [
+            {key: line[key] for key in line if key not in _LOG_FIELDS} for line in lines if line["level"] != "debug"
+        ]
         found = await metrics_of(mesh.cluster.address(name, 1, 9100))
         told[name] = {
             key.removeprefix("radixmesh_kv_"): round(value, 4)
@@ -240,6 +246,23 @@ async def _streams(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[st
         "prompt_tok_s": round(len(answers) * args.prompt / (stop - start), 1),
         **_figures(answers, start, stop),
     }
+
+
+def _traced(mesh: Mesh, args: argparse.Namespace) -> list[list[str]]:
+    """Points that the last transfers came to: milliseconds since the first one, process, event and its fields."""
+    by_transfer: dict[str, list[tuple[datetime, str]]] = {}
+    for name in (*names(args, "worker"), *names(args, "scheduler")):
+        for line in mesh.cluster.recent_lines(name):
+            told = json.loads(line) if '"event": "kv_' in line else {}
+            if told.get("level") == "debug":
+                fields = {key: told[key] for key in told if key not in (*_LOG_FIELDS, "event", "transfer")}
+                text = f"{name} {told['event']} {fields or ''}".strip()
+                by_transfer.setdefault(told["transfer"], []).append((datetime.fromisoformat(told["ts"]), text))
+    rows = []
+    for points in list(by_transfer.values())[-3:]:
+        first = min(points)[0]
+        rows.append([f"{(at - first).total_seconds() * 1e3:.2f} {text}" for at, text in sorted(points)])
+    return rows
 
 
 _LOADS = {"hand-over": _hand_over, "prompts": _prompts, "streams": _streams}
@@ -328,6 +351,7 @@ def main() -> None:
     parser.add_argument("--num-slots", type=int, default=128)
     parser.add_argument("--worker", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all workers")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all schedulers")
+    parser.add_argument("--trace-kv", action="store_true", help="tell when the last transfers came to which point")
     parser.add_argument("--staging-bytes", type=int, default=4 * 2**30, help="memory of a worker for transfers")
     parser.add_argument("--start-s", type=float, default=400.0)
     parser.add_argument("--timeout-s", type=float, default=400.0, help="of all loads of one layout")

@@ -105,7 +105,8 @@ def _split_attention_kernel(
     MEMBERS: tl.constexpr, M: tl.constexpr, PART_ROWS: tl.constexpr, MERGED_AT_ONCE: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     SOFTCAP: tl.constexpr, MIN_TILES: tl.constexpr, IS_WHOLE: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, ):  # fmt: skip
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """See the module. Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
 
     begins_ptr (or None): rows start at this position, with the softmax of what lies before it from `initial`.

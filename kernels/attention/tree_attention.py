@@ -79,13 +79,15 @@ def paged_tree_attention(
     page_size: int,
     scale: float,
     workspace: TreeWorkspace,
+    *,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of each position over its row's prefix and its own path. Returns [T, H, D].
 
     masks_T: int64, bit n of a position says that it sees position n of its row; itself among them. A position without
     any bit is padding and gives zeros. The KV of position n is at prefix_len + n of the row's pages, at any depth.
-    Pools of the query's dtype, not of FP8. `plan_trees` must have run with the same prefix_lens_B. Raises ValueError on
-    shapes or dtypes that do not fit.
+    Pools of the query's dtype, not of FP8. `plan_trees` must have run with the same prefix_lens_B. use_pdl: begins
+    while the kernel ahead of it ends (Hopper and later). Raises ValueError on shapes or dtypes that do not fit.
     """
     size = workspace.num_positions
     num_rows = len(slots_B)
@@ -104,6 +106,7 @@ def paged_tree_attention(
     split_attention(
         workspace.plan, workspace.parts, inputs, slots_U=slots_B, ends_U=prefix_lens_B, page_size=page_size,
         scale=scale, out=workspace.outputs_THd, members_UR=workspace.members_BP, out_lse=workspace.lses_TH,
+        use_pdl=use_pdl,
     )  # fmt: skip
     out = torch.empty_like(q_THd)
     num_heads, head_dim = q_THd.shape[1:]
@@ -114,7 +117,7 @@ def paged_tree_attention(
         q_THd, keys_SKd, values_SKd, page_tables, slots_B, prefix_lens_B, masks_T, workspace.outputs_THd,
         workspace.lses_TH, out, page_tables.stride(0), scale * LOG2_E, H=num_heads, KV_HEADS=kv_heads, D=head_dim,
         DP=workspace.shape.padded_dim, P=size, BLOCK_M=block, BLOCK_N=max(16, triton.next_power_of_2(size)),
-        PAGE_SIZE=page_size, num_warps=4,
+        PAGE_SIZE=page_size, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
     return out
 
@@ -124,9 +127,14 @@ def _tree_kernel(
     q_ptr, keys_ptr, values_ptr, page_tables_ptr, slots_ptr, prefix_lens_ptr, masks_ptr, prefix_ptr, prefix_lse_ptr,
     out_ptr, table_stride, scale, H: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of a row and a KV head, position after position, over the row's positions."""
     GROUP: tl.constexpr = H // KV_HEADS
+    if PDL:
+        # Queries, keys and what the prefix gave come from the kernels ahead.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)

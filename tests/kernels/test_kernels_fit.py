@@ -54,7 +54,9 @@ def test_kernels_of_trees_compile_and_fit(heads, num_positions):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shape", [(4, 4, 7), pytest.param((8, 6, 31), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "shape", [(4, 4, 7), *(pytest.param(of, marks=pytest.mark.full) for of in ((8, 6, 31), (2, 2, 5, 1000)))]
+)
 def test_kernels_of_steps_with_trees_compile_and_fit(shape):
     launches = _compiled("branches", *shape)
     of_trees = {"_branch_kernel", "_accept_kernel", "_move_kernel", "_block_kernel", "_rank_kernel", "_choose_kernel"}

@@ -204,7 +204,7 @@ def test_trees_are_those_of_the_cpu_worker(algorithm, model, page_size, max_draf
     assert ours.tokens == theirs.tokens and len(ours.tokens[0]) == num_out
     assert draft_counts(ours)[1] > 0
     common = [key for key in our_trees.keys() & their_trees.keys() if len(our_trees[key]) == len(their_trees[key])]
-    assert len(common) > 5 and any(len({path[0] for path in our_trees[key]}) > 1 for key in common)
+    assert len(common) > 3 and any(len({path[0] for path in our_trees[key]}) > 1 for key in common)
     for key in common:
         assert our_trees[key] == their_trees[key], key
     _check_kv(runner, ours, want, theirs)
@@ -272,7 +272,8 @@ def test_trees_change_no_output(algorithm, model):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("algorithm", "model"), NETWORKS)
-def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(algorithm, model):
+@pytest.mark.parametrize("topk", [1, 2])
+def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(algorithm, model, topk):
     """Without that, a row gets back a few tokens a step, and drafts in none of them."""
 
     class Switched(DraftLengths):
@@ -282,7 +283,7 @@ def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(alg
             self.left -= 1
             return 0 if self.left > 0 else 2
 
-    runner = _device_runner(algorithm, model, 4, 2)
+    runner = _device_runner(algorithm, model, 4, 2, topk)
     drafter = runner.network_drafter  # type: ignore[attr-defined]
     drafts = _note_device(drafter)
     runner.verify(drafter, max_drafts=2, lengths=Switched(TINY_SETTINGS.num_slots, 2))  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def _tree_launches(head_dim: int, heads: int, num_positions: int) -> None:
     tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     workspace = TreeWorkspace(rows, num_positions, heads, kv_heads, head_dim, "cpu")
     masks = torch.zeros(len(q), dtype=torch.int64)
-    paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace)
+    paged_tree_attention(q, pool, pool, tables, ints, ints, masks, 1, 0.1, workspace, use_pdl=True)
     # The same branches as decodes with tails.
     from radixmesh.kernels.attention import decode_attention
     from radixmesh.kernels.attention.split_pieces import Tails
@@ -109,7 +109,7 @@ def _tree_launches(head_dim: int, heads: int, num_positions: int) -> None:
     decode_attention.paged_decode(q, pool, pool, tables, slots, slots, 16, 0.1, None, plans, tails=tails, use_pdl=True)
 
 
-def _branch_launches(topk: int, num_levels: int, num_drafts: int) -> None:
+def _branch_launches(topk: int, num_levels: int, num_drafts: int, vocab: int = 128_256) -> None:
     """Trees that a network grows, the steps that verify them, and what latents are in the pool of a branch."""
     from radixmesh.kernels import mla_rows
     from radixmesh.kernels.attention import decode_attention, mla_decode
@@ -118,7 +118,7 @@ def _branch_launches(topk: int, num_levels: int, num_drafts: int) -> None:
     from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, accept_drafts
     from radixmesh.kernels.sampling.sample_params import SampleParams
 
-    rows, slots, device, vocab = 16, 32, torch.device("cpu"), 128_256
+    rows, slots, device = 16, 32, torch.device("cpu")
     ints, tables = torch.zeros(rows, dtype=torch.int32), torch.zeros(slots + 1, 64, dtype=torch.int32)
     window = torch.zeros(num_drafts, rows).int()
     inputs = DraftInputs(ints, ints, ints, ints, ints, ints, window, tables[:8, :2], ints[:1], window)
@@ -139,7 +139,7 @@ def _branch_launches(topk: int, num_levels: int, num_drafts: int) -> None:
         numbers = torch.zeros(rows * width, dtype=torch.int32)
         logits = torch.zeros(rows * width, vocab, dtype=torch.bfloat16)
         grow_trees.rank_drafts(logits, numbers, numbers, params, rank, level, found)
-        for first in (0, 1):
+        for first in (0, 1) if level < num_levels else ():
             shape = network_rows.NetworkShape(first, 16, 64, 1023)
             grow_trees.branch_out(found, level, inputs, ints, shape, 64, slots, *of_level)
     grow_trees.choose_drafts(found, inputs, ints)
@@ -400,9 +400,9 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention
-    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; branches TOPK LEVELS DRAFTS;
-    latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS
-    ROWS ..."""
+    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; branches TOPK LEVELS DRAFTS
+    [VOCAB]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS
+    PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 

@@ -120,6 +120,7 @@ class TransferCalls:
             )
             self._tell(arrival.transfer_id, target, None)
             await together([self._written(ranks[part.receiver], arrival, part) for part in parts])
+            log.debug("kv_arrival_written", transfer=arrival.transfer_id)
             # Pages come free with steps, of which nobody tells.
             while not arrivals.has_room(state, arrival):  # noqa: ASYNC110
                 await asyncio.sleep(_ROOM_POLL_S)
@@ -174,6 +175,7 @@ class TransferCalls:
             is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
             are_pages_sound = is_valid or is_same or not was_granted
         finally:
+            log.debug("kv_committed", transfer=arrival.transfer_id, is_valid=is_valid)
             self._planner.arrivals.committed(
                 state, arrival, is_valid=is_valid, are_pages_sound=are_pages_sound, was_granted=was_granted
             )
@@ -232,6 +234,7 @@ class TransferCalls:
     async def _send(self, handover: Handover, before: asyncio.Task[bool] | None) -> bool:
         """before: the chunk ahead of this one, which is gathered first. False: it was not sent."""
         target, ranks = handover.target, self._stream.rank_streams
+        log.debug("kv_handover", transfer=target.transfer_id, first_token=handover.first_token)
         try:
             if before is not None and not await before:
                 raise _failed("a chunk ahead of it was not sent")

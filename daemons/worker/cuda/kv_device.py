@@ -9,7 +9,7 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.kv_share import KvShare
-from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.device import Device, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import PeerMemory
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
@@ -41,8 +41,12 @@ class PoolDevice(KvDevice):
             self._pool.scatter_from(tokens, source.address, part)
             self._received(tokens)
 
-    def record_event(self) -> DeviceEvent:
+    def record_event(self) -> TimedEvent:
         return self._device.record_event()
+
+    def seconds_between(self, start: DeviceEvent, end: DeviceEvent) -> float:
+        assert isinstance(start, TimedEvent) and isinstance(end, TimedEvent)
+        return end.seconds_since(start)
 
     def allocate(self, num_bytes: int) -> int:
         with self._device.in_order():

@@ -50,6 +50,10 @@ class KvDevice(ABC):
     def record_event(self) -> DeviceEvent:
         """An event behind all work so far."""
 
+    def seconds_between(self, start: DeviceEvent, end: DeviceEvent) -> float:
+        """Device time between two events that are done; 0: it has no clock."""
+        return 0.0
+
     @abstractmethod
     def allocate(self, num_bytes: int) -> int:
         """Address of new memory that lives as long as this process, and that others can map. Raises UNSUPPORTED."""

@@ -69,16 +69,24 @@ def gather(
 
 def begin_gather(
     executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, target: DevicePiece, part: KvShare
-) -> StepHandle[None]:
+) -> StepHandle[float]:
     """As gather(), to memory of the device: launched behind all steps so far. Steps that are launched later may change
-    the pages."""
+    the pages. The outcome is the device time that it took, in seconds."""
     _check_source(executor, pages, generations, tokens)
     device = executor.runner.kv_device
     assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
     if executor.host is not None:
         executor.host.written_beside(pages)
-    device.gather(_token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size), target, part)
-    return StepHandle(event := device.record_event(), event.wait)
+    indexes = _token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size)
+    start = device.record_event()
+    device.gather(indexes, target, part)
+    end = device.record_event()
+
+    def collect() -> float:
+        end.wait()
+        return device.seconds_between(start, end)
+
+    return StepHandle(end, collect)
 
 
 def _check_source(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range) -> None:
@@ -105,12 +113,16 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
     return _finish(executor, target, parts)
 
 
-def begin_scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> StepHandle[Failure]:
-    """As scatter(), of regions in memory of the device or of the host: launched behind all steps so far."""
+def begin_scatter(
+    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
+) -> StepHandle[tuple[Failure, float]]:
+    """As scatter(), of regions in memory of the device or of the host: launched behind all steps so far. Also the
+    device time that it took, in seconds."""
     if failure := _grant(executor, target, parts):
-        return StepHandle.of(failure)
+        return StepHandle.of((failure, 0.0))
     device, num_tokens = executor.runner.kv_device, len(target.ids)
     assert device is not None
+    start = device.record_event()
     for memory, _, share in parts:
         if not isinstance(memory, DevicePiece):
             _write(executor.runner, target.pages, num_tokens, memory, share)
@@ -119,12 +131,13 @@ def begin_scatter(executor: StepExecutor, target: Target, parts: Sequence[Writte
         device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share)
     event = device.record_event()
 
-    def collect() -> Failure:
+    def collect() -> tuple[Failure, float]:
         event.wait()
+        seconds = device.seconds_between(start, event)
         # Another epoch may have granted them meanwhile.
         if (executor.records.generations[target.pages] != target.generations).any():
-            return Failure.PAGES
-        return _finish(executor, target, parts)
+            return Failure.PAGES, seconds
+        return _finish(executor, target, parts), seconds
 
     return StepHandle(event, collect)
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
-STAGES = ("gather", "send", "receive", "scatter")
+STAGES = ("gather", "gather_on_device", "send", "receive", "scatter", "scatter_on_device")
+"""on_device: device time of the copies alone, where they run on a GPU."""
 
 
 class TransferFigures:

@@ -183,6 +183,7 @@ class KvTransfers:
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
         pages = unpack_ints(request.source_pages, "source_pages")
         generations = unpack_ints(request.source_generations, "source_generations")
+        _trace("kv_gather_asked", region.transfer_id, first_token=first_token, tokens=request.num_tokens)
         skipped = first_token % executor.limits.page_size
         tokens = range(skipped, skipped + request.num_tokens)
 
@@ -195,8 +196,12 @@ class KvTransfers:
                 await to_the_end(self._run(lambda: job(memory)))
                 return
             began = self._clock()
-            await to_the_end(self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part)))
+            seconds = await to_the_end(
+                self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+            )
             self._figures.passed("gather", memory.num_bytes, self._clock() - began)
+            self._figures.passed("gather_on_device", memory.num_bytes, seconds)
+            _trace("kv_gathered", region.transfer_id, device_ms=round(1e3 * seconds, 3))
 
         sender = self._senders.get(region.transfer_id)
         is_new = sender is None
@@ -230,6 +235,7 @@ class KvTransfers:
     def _sent(self, sender: KvSender, is_sent: bool, num_bytes: int, seconds: float) -> None:
         if self._senders.get(sender.region.transfer_id) is sender:
             del self._senders[sender.region.transfer_id]
+        _trace("kv_sender_over", sender.region.transfer_id, is_sent=is_sent)
         self.num_sent += is_sent
         self.num_failed += not is_sent
         if is_sent:
@@ -244,6 +250,7 @@ class KvTransfers:
         regions = [
             self.receiver.get(name) for name in dict.fromkeys((request.transfer_id, *request.other_transfer_ids))
         ]
+        _trace("kv_commit_asked", request.transfer_id)
         executor = self._executor
         assert executor is not None, "a region was prepared"
         target = Target(
@@ -266,13 +273,16 @@ class KvTransfers:
             message = f"step {request.after_step} did not come within {_AFTER_STEP_S:g} s: prefill again"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
         parts = self._written_parts(regions, request.epoch)
+        _trace("kv_scatter_begins", request.transfer_id)
         outcome = Failure.PAGES
 
         async def scattered() -> None:
             nonlocal outcome
             began = self._clock()
             if any(isinstance(part.memory, DevicePiece) for part in parts):
-                outcome = await self._launched(lambda: begin_scatter(executor, target, parts))
+                outcome, seconds = await self._launched(lambda: begin_scatter(executor, target, parts))
+                self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
+                _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
             else:
                 outcome = await self._done(lambda: scatter(executor, target, parts))
             self._figures.passed("scatter", sum(part.num_bytes for part in parts), self._clock() - began)
@@ -330,6 +340,7 @@ class KvTransfers:
 
     def written(self, region: Region) -> None:
         """Its writer has said that all is there."""
+        _trace("kv_written", region.key.transfer_id)
         self._figures.passed("receive", region.num_bytes, self._clock() - region.opened_s)
 
     def close(self) -> None:
@@ -379,6 +390,11 @@ class KvTransfers:
             await asyncio.sleep(_TICK_S)
             self.receiver.tick()
         self._ticking = None
+
+
+def _trace(event: str, transfer_id: str, **fields: object) -> None:
+    """Logs when a transfer came to a point: bench/gpu/pd_load.py --trace-kv makes a table of it."""
+    log.debug(event, transfer=transfer_id, **fields)
 
 
 def _key_of(region: worker_pb2.TransferRegion) -> RegionKey:

@@ -87,7 +87,9 @@ class PagedKernels(ABC):
         """For `attend_trees`; None where no kernel has masks for such a pool."""
         return None
 
-    def attend_trees(self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace) -> torch.Tensor:
+    def attend_trees(
+        self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace, *, use_pdl: bool
+    ) -> torch.Tensor:
         """Attention of all rows, which are the positions of trees: [T, H, d]."""
         raise AssertionError("no kernel has masks of trees here")
 
@@ -179,7 +181,9 @@ class KeyValueKernels(PagedKernels):
             max_rows, num_positions, shape.num_heads, shape.num_kv_heads, shape.head_dim, self.device, self.dtype
         )
 
-    def attend_trees(self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace) -> torch.Tensor:
+    def attend_trees(
+        self, inputs: PagedInputs, step: DeviceStep, workspace: TreeWorkspace, *, use_pdl: bool
+    ) -> torch.Tensor:
         masks = step.masks
         assert masks is not None
         return paged_tree_attention(
@@ -193,6 +197,7 @@ class KeyValueKernels(PagedKernels):
             self.page_size,
             self.shape.scale,
             workspace,
+            use_pdl=use_pdl,
         )
 
     def shared_decode(

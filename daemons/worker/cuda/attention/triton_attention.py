@@ -156,7 +156,7 @@ class _TritonStep(StepAttention):
         kernels, num_decodes = attention.kernels, step.num_decodes
         inputs = PagedInputs(query_THd, keys_SKd, values_SKd, window, sinks_H, attention_chunk)
         if self._trees is not None:
-            return kernels.attend_trees(inputs, step, self._trees)
+            return kernels.attend_trees(inputs, step, self._trees, use_pdl=attention.use_pdl)
         out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
         if num_decodes:
             of_decodes = inputs._replace(query=query_THd[:num_decodes])

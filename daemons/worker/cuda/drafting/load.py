@@ -182,7 +182,11 @@ def _standalone(
         raise no_drafter(folder, "generates no text")
     if not model.can_capture:
         raise no_drafter(folder, "is computed by modules of transformers, which no step of the cuda backend can hold")
-    kernels = create_kernels(settings, model, tuned_rows(graph_rows, settings.max_drafts), where)
+    # Beside its rows for tokens that it lacks: one of each sequence for a draft of a chain, `topk` for a tree's level.
+    assert settings.speculation is not None
+    of_levels = (size * settings.speculation.topk for size in graph_rows)
+    sizes = tuple(sorted({*tuned_rows(graph_rows, settings.max_drafts), *of_levels}))
+    kernels = create_kernels(settings, model, sizes, where)
     return LoadedStandalone(model, kernels, _max_logits(settings))
 
 
