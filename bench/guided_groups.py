@@ -91,7 +91,7 @@ class _Rows:
             published.append((clock.now_s() * 1e3, len(rows)))
 
         self.masks.publish = publish  # type: ignore[method-assign]
-        mask_filler._MAX_HERE = self.size
+        mask_filler._MAX_HERE, mask_filler._GROUP_THREADS = self.size, 0
         moves = [(guide, (token,)) for guide, token in zip(self._guides, ids, strict=True)]
         clock.start()
         self._filler.follow_here(moves)
