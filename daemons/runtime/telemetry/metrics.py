@@ -384,7 +384,7 @@ class Metrics:
         self.kv_transfer_bytes = make.counter(
             "radixmesh_kv_transfer_bytes_total",
             "worker",
-            "Bytes of KV by stage: gather and send (prefill side), receive and scatter (decode side); of devices too.",
+            "Bytes of KV by stage: gather and send (prefill side), receive and scatter (decode side).",
             ["stage"],
         )
         self.kv_transfer_seconds = make.histogram(

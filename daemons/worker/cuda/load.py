@@ -323,7 +323,7 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
 
 
 def _tree_bytes(loaded: ModelOnDevice) -> int:
-    """What trees of drafts take beside chains: attention over prefixes, in float32, and logits of a level."""
+    """Memory that trees of drafts take beside chains: attention over prefixes, in float32, and logits of a level."""
     speculation, model, num_slots = loaded.settings.speculation, loaded.model, loaded.limits.num_slots
     if loaded.network is None or speculation is None or speculation.tree is None:
         return 0

@@ -17,7 +17,9 @@ from radixmesh.kernels.gemm_sm90.gemm import MAX_ROWS, GemmSm90, gate_up_silu_re
 from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
 from radixmesh.kernels.silu_mul import silu_mul
 
-_USUAL_ROWS = (64, 256, 128, 32, 16, 8)
+_PADDED_ROWS = 8
+"""Kernels pad rows of x to so many: fewer are as fast."""
+_USUAL_ROWS = (64, 256, 128, 32, 16, _PADDED_ROWS)
 # Reads from the L2 cache cost power, and power bounds a step under load: of two configurations that are equally fast
 # alone, the one that reads more is slower then.
 _CACHE_US_BYTE = 2e-8
@@ -96,6 +98,10 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
         self, measured: Mapping[GemmProblem, GemmConfig | None], sizes: Sequence[int]
     ) -> dict[GemmProblem, GemmKernel]:
         table = spread(measured, [size for size in sizes if size <= MAX_ROWS])
+        for problem, chosen in measured.items():
+            if problem.num_rows == _PADDED_ROWS and chosen is not None:
+                fewer = (problem._replace(num_rows=size) for size in sizes if size < _PADDED_ROWS)
+                table = dict.fromkeys(fewer, chosen) | table
         # Sizes between those that were measured have kernels of their own.
         self._kernel.prepare(_variant(problem, config) for problem, config in table.items())
         kernels: dict[GemmProblem, GemmKernel] = {}
