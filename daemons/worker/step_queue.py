@@ -83,6 +83,23 @@ class StepQueue:
         self._jobs.put(run)
         return await done
 
+    async def start(self, job: Callable[[], T]) -> T:
+        """Runs `job`, which only launches something, behind all that was queued before, without waiting for that to
+        finish; its result or exception."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except BaseException as error:
+                _call_on(loop, _fail, (done, error))
+                return
+            _call_on(loop, _succeed, (done, result))
+
+        self._jobs.put(run)
+        return await done
+
     async def follow(self, start: Callable[[], StepHandle[T]]) -> T:
         """Starts something behind all that was queued before, without waiting for that to finish; what comes of it, or
         the exception of either."""

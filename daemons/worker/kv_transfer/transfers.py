@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
@@ -47,6 +47,12 @@ _POLL_S = 0.002
 _MOST_NAMED = 64
 
 
+class Start(Protocol):
+    """As StepQueue.start()."""
+
+    def __call__(self, job: Callable[[], T], /) -> Awaitable[T]: ...
+
+
 class Follow(Protocol):
     """As StepQueue.follow()."""
 
@@ -54,9 +60,10 @@ class Follow(Protocol):
 
 
 class KvTransfers:
-    """run: runs a job on the step thread, behind all steps that were received, when these are over. follow: launches
-    one there behind them, without waiting for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
-    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
+    """run: runs a job on the step thread, behind all steps that were received, when these are over. start, follow:
+    launch one there behind them, and do not wait for these or for it; or for it alone (None: no runner has a device).
+    check_holder: raises EPOCH_FENCED unless (epoch, instance id) hold the worker. received_step: the last step of the
+    epoch that was received."""
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class KvTransfers:
         staging_bytes: int,
         transport: KvTransport | None,
         run: Callable[[Callable[[], object]], Awaitable[object]],
+        start: Start | None = None,
         follow: Follow | None = None,
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
@@ -74,6 +82,7 @@ class KvTransfers:
         self._instance_id = instance_id
         self._transport = transport
         self._run = run
+        self._start = start
         self._follow = follow
         self._check_holder = check_holder
         self._received_step = received_step
@@ -197,7 +206,7 @@ class KvTransfers:
                 return
             began = self._clock()
             seconds = await to_the_end(
-                self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+                self._run_beside(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
             )
             self._figures.passed("gather", memory.num_bytes, self._clock() - began)
             self._figures.passed("gather_on_device", memory.num_bytes, seconds)
@@ -358,6 +367,13 @@ class KvTransfers:
         await self._run(lambda: results.append(job()))
         return results[0]
 
+    async def _run_beside(self, start: Callable[[], Copied]) -> float:
+        """Launches a copy on the step thread that waits for no step; returns when it has run, its device time."""
+        assert self._start is not None, "a runner with a device has a step thread"
+        copied = await self._start(start)
+        await asyncio.to_thread(copied.event.wait)
+        return copied.seconds()
+
     async def _launched(self, start: Callable[[], StepHandle[T]]) -> T:
         """Launches work on the device behind the steps before it; returns when that has run."""
         assert self._follow is not None, "a runner with a device has a step thread"
@@ -393,7 +409,7 @@ class KvTransfers:
 
 
 def _trace(event: str, transfer_id: str, **fields: object) -> None:
-    """Logs when a transfer came to a point: bench/gpu/pd_load.py --trace-kv makes a table of it."""
+    """Logs when a transfer came to a point: bench/gpu/pd_load.py tells of the last ones."""
     log.debug(event, transfer=transfer_id, **fields)
 
 
