@@ -7,7 +7,8 @@
 // GEMV, whatever the number of rows; those of the first batch are on their way before griddepcontrol.wait. Sums of the
 // warps are added in one order.
 //
-// Constants set at compile time: kIsGated, kIsHalf (or bfloat16), kMinCtas, kMaxPolls (unused). K is a multiple of 1,024.
+// Constants set at compile time: kIsGated, kIsHalf (or bfloat16), kMinCtas, kMaxPolls (unused); for an
+// emulation on a CPU, EMULATED with the primitives. K is a multiple of 1,024.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -22,6 +23,8 @@ constexpr int kBatch = 4;                               // Blocks of 32 numbers 
 struct Parts {
   uint4 first[kBatch], second[kBatch];  // Of weight rows g and g + 8.
 };
+
+#ifndef EMULATED
 
 DEVICE uint4 load_weight(const u16* at) {
   uint4 part;
@@ -54,6 +57,8 @@ DEVICE void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
+
+#endif  // EMULATED
 
 // Where the numbers of a batch begin: warps take blocks in turn, so that together they read 512 bytes of a row.
 DEVICE int number_at(int warp, int lane, int batch, int block) {
