@@ -172,13 +172,13 @@ async def test_pages_that_another_epoch_has_granted_get_no_records() -> None:
         await prefill(both, 0, 1)
         await sent(both)
         device, records = device_of(both, 1), both.core(1).executor.records
-        record_event, target = device.record_event, list(range(100, 100 + NUM_TOKENS))
+        scatter, target = device.scatter, list(range(100, 100 + NUM_TOKENS))
 
-        def granted_meanwhile():
+        def granted_meanwhile(*args):
             records.generations[target] += 1
-            return record_event()
+            return scatter(*args)
 
-        device.record_event = granted_meanwhile
+        device.scatter = granted_meanwhile
         answer = await both.commit(target)
         assert answer.failure == Failure.PAGES and not records.filled[target].any()
 
