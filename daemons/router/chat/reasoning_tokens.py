@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a parser has read. spans: new ones of the thought, in order. settled: no later span begins before this
+    """The thought as far as a parser has read it. spans: new ones, in order. settled: no later span begins before this
     character. is_past: no later span comes at all."""
 
     spans: Sequence[Span]

@@ -204,7 +204,7 @@ class TextReader(ChatParser):
             self._parts.append(ReasoningDelta(text))
 
     def reasoning_read(self) -> Read:
-        """What was read of the thought since the last call."""
+        """The part of the thought that was read since the last call."""
         spans, self._spans = self._spans, []
         return Read(spans, self._num_dropped + self._at, self._is_end)
 
