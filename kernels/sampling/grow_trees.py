@@ -150,7 +150,9 @@ def _rank_kernel(
     if F > 1:
         parent = tl.load(frontier_ptr + tree * K + of_frontier)
         before = tl.load(scores_ptr + tree * N + parent - 1)
-    score = before + (value_of(best) - total)
+    # Rounding gives a sure token more than its share: its candidate would come ahead of the one that it follows.
+    share = value_of(best) - total
+    score = before + tl.where(share > 0.0, 0.0, share)
     is_there = (tl.load(slots_ptr + row) != dummy_slot) & (score == score)
     k = tl.arange(0, K2)
     to = tree * N + first + of_frontier * K + k

@@ -283,6 +283,21 @@ def test_ids_that_cannot_be_drafted_come_last():
     torch.testing.assert_close(found.scores_BN[0, :2].exp().sum(), torch.tensor(1.0, device=DEVICE))
 
 
+def test_a_candidate_does_not_come_ahead_of_the_one_that_it_follows():
+    """A device's logarithm rounds: a sure token may seem to have more than all of the weight."""
+    params = SampleParams.allocate(1, max_total_len=8, max_biases=1, max_suppressed=1, device=DEVICE)
+    logits = torch.full((1, 40), -100.0, device=DEVICE)
+    logits[0, 7] = 0.25
+    found, scratch = grow_trees.Candidates.allocate(1, 2, 2, DEVICE), grow_trees.RankScratch(1, 40, 2, DEVICE)
+    grow_trees.rank_drafts(logits, _ints([0]), _ints([4]), params, scratch, 1, found)
+    scratch.weights_RX2[0, 0, 1] = 0.999999
+    grow_trees._rank_kernel[(1,)](
+        scratch.best_RXK, scratch.weights_RX2, _ints([0]), found.frontier_BK, found.ids_BN, found.parents_BN,
+        found.scores_BN, 0, 1, 1, N=6, K=2, K2=2, F=1, BLOCKS=1,
+    )  # fmt: skip
+    assert found.ids_BN[0, 0] == 7 and found.scores_BN[0, 0] == 0.0 > found.scores_BN[0, 1]
+
+
 def _with_room(pool: PagedPool) -> None:
     pool.keys, pool.values = (
         torch.cat((plane, torch.full_like(plane[:16], float("nan")))) for plane in (pool.keys, pool.values)

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import grpc
@@ -18,12 +19,14 @@ from support.host_kv_device import HostKvDevice
 from support.kv_writers import needs_nixl, write_to_device
 
 from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.kv_transfer import device_transport
 from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.nixl_transport import NixlTransport
+from radixmesh.daemons.worker.kv_transfer.shared_memory import opened
 from radixmesh.worker.v1 import worker_pb2
 
 DEVICE = TransferTransport.DEVICE
@@ -62,9 +65,72 @@ async def test_what_arrives_is_what_was_computed(backend: str, kind: TransferTra
         assert both.core(1).executor.records.filled[list(target)].all()
         assert (device_of(both, 0).num_gathered, device_of(both, 1).num_scattered) == (1, 1), "not by the host"
         transfers = both.core(1).transfers
-        assert not transfers.staging.num_bytes and slab_of(both).num_free == slab_of(both).num_bytes
+        await until(lambda: not transfers.staging.num_bytes)
+        assert slab_of(both).num_free == slab_of(both).num_bytes
         assert both.core(0).transfers.num_sent == transfers.num_received == 1
         assert slab_of(both, 0).num_free == slab_of(both, 0).num_bytes
+
+
+async def test_memory_that_came_is_not_anothers_while_somebody_else_may_write_there() -> None:
+    """One that was refused, and has not heard of it yet: the writer's last word says nothing of others."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        region = await sent(both)
+        await until(lambda: not both.core(0).transfers._senders)
+        late = opened(region)
+        assert late is not None
+        assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        transfers = both.core(1).transfers
+        await asyncio.sleep(0.3)
+        assert slab_of(both).num_free < slab_of(both).num_bytes and transfers.staging.num_bytes == region.num_bytes
+        os.close(late)
+        await until(lambda: slab_of(both).num_free == slab_of(both).num_bytes)
+        assert transfers.num_received == 1 and not transfers.num_failed
+
+
+@pytest.mark.parametrize("kind", [DEVICE, TransferTransport.SHARED_MEMORY])
+async def test_a_region_has_one_writer_ever(kind: TransferTransport) -> None:
+    """A second one would say of the first that it is over, or of KV that has come that it lies elsewhere."""
+    async with pair(transfer_transport=kind, has_devices=kind is DEVICE) as both:
+        await prefill(both, 0, 1)
+        region, transport = await sent(both), both.core(0).transfers._transport
+        await until(lambda: not both.core(0).transfers._senders)
+        with pytest.raises(MeshError, match="has had a writer"):
+            async with transport.open(both.workers[1].address, region, "w"):
+                pytest.fail("it would write")
+        answer = await both.commit(range(100, 100 + NUM_TOKENS))
+        assert answer.state == worker_pb2.TRANSFER_STATE_VALIDATED
+
+
+async def test_a_writer_is_not_done_before_all_is_written() -> None:
+    """No checksum says so of bytes on a device, and stamps are written by those who write the rest."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        region, transport = await both.prepare(), both.core(0).transfers._transport
+        with pytest.raises(MeshError, match="failed"):
+            async with transport.open(both.workers[1].address, region, "w") as writer:
+                await writer.placed(region.num_bytes - 1)
+                await writer.done(0)
+        assert (await both.last_state()).failure == Failure.BAD_WRITE
+
+
+async def test_what_is_mapped_for_a_call_that_was_cancelled_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, goes_on = HostKvDevice(None), threading.Event()
+    mappings = device_transport.Mappings(device)
+    region = worker_pb2.TransferRegion(num_bytes=100)
+    region.device.handle = device.handle(device.allocate(1000))
+    region.device.owner.CopyFrom(worker_pb2.HostProcess(**HostProcess.own()._asdict()))
+    opened_one = device.open
+    monkeypatch.setattr(device, "open", lambda handle: goes_on.wait() and opened_one(handle))
+    taking = asyncio.ensure_future(mappings.take(region))
+    await asyncio.sleep(0.05)
+    taking.cancel()
+    await asyncio.sleep(0.05)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert [mapping.num_users for mapping in mappings._mapped.values()] == [0]
+    mappings.close()
 
 
 @pytest.mark.parametrize("end", ["abort", "both aborts", "epoch"])
@@ -240,6 +306,7 @@ async def test_memory_of_a_device_is_its_writers_until_that_process_is_gone(how:
                 await asyncio.sleep(0.5)
                 assert transfers.staging.num_bytes == region.num_bytes
             else:
+                ours.send("leave")
                 os.kill(process.pid, signal.SIGCONT)
             await until(lambda: not transfers.staging.num_bytes)
             assert slab_of(both).num_free == slab_of(both).num_bytes and not len(transfers.receiver)

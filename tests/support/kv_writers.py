@@ -42,7 +42,7 @@ def write_by_nixl(address: str, pipe) -> None:
 
 
 def write_to_device(address: str, pipe) -> None:
-    """A writer of another process, that says when it has a place on the receiver's device, and leaves it then."""
+    """A writer of another process: says when it has a place on the receiver's device, and leaves when it is told."""
     region = _region_from(pipe)
 
     async def run() -> None:
@@ -55,7 +55,7 @@ def write_to_device(address: str, pipe) -> None:
                 device.write(piece.address, b"late" * 25)
                 await writer.placed(100)
                 pipe.send("placed")
-                await asyncio.sleep(0.5)
+                await asyncio.to_thread(pipe.recv)
         except MeshError:
             pass
         await asyncio.sleep(60)

@@ -72,6 +72,8 @@ class PoolDevice(KvDevice):
 
     def warm_up(self, memory: DevicePiece) -> None:
         for num in _COMPILED_FOR:
+            if num * self._pool.token_bytes > memory.num_bytes:
+                continue  # Nor will so many tokens ever be copied there.
             piece = memory.part(0, num * self._pool.token_bytes)
             indexes = np.arange(num, dtype=np.int32)
             self.gather(indexes, piece, None)

@@ -5,7 +5,8 @@ no multicast. A region is a piece of it beside a region in shared memory, which 
 control hold for both: a writer has the lock for as long as its kernels may write. What cannot map the slab (another
 host, container or user, no peer access) writes to the shared memory, or sends over gRPC, and the KV goes that way.
 
-The slab's pieces are used again, so a region that was given up has to be its writer's until that is over:
+The slab's pieces are used again, so a region, also one that has come, has to be its writer's until that is over, and
+nobody else may be on the way to it: the lock is asked for in any case.
 - the writer has put its mark on the page of control before it looks whether the region was given up;
 - when none of its copies runs any more it marks itself as over, and lets go of the lock;
 - a lock that went without that mark was a dead process's. Its kernels end with its context, which is gone when the
@@ -24,7 +25,6 @@ from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -36,6 +36,8 @@ from radixmesh.daemons.worker.kv_transfer.shared_memory import (
     SharedMemoryTransport,
     SharedWriter,
     opened,
+    require_wanted,
+    take_region,
 )
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport, GrpcWriter
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvWriter, RegionMemory, to_the_end
@@ -48,7 +50,7 @@ _WATCH_S = 1.0
 # A slab that could not be mapped is not tried again for so long.
 _REFUSED_S = 30.0
 
-# Of the page of control, whose first byte says that the region was given up.
+# Of the page of control, beside what `shared_memory` has there.
 _IS_ON_DEVICE = 1
 _IS_WRITER_OVER = 2
 _WRITER = slice(8, 24)
@@ -85,6 +87,11 @@ class DeviceRegion(SharedMemory):
         except BaseException:
             self._give_back()
             raise
+
+    @property
+    def has_one_writer(self) -> bool:
+        # One that is refused, or comes late, may not have heard of it yet.
+        return False
 
     @property
     def device_piece(self) -> DevicePiece | None:
@@ -189,15 +196,14 @@ async def _writing(
 ) -> AsyncIterator[DeviceWriter]:
     """Raises TRANSFER_FAILED for a region that was given up. Who leaves has no copy that still runs."""
     control = np.frombuffer(mmap.mmap(fd, region.num_bytes + CONTROL_BYTES), np.uint8)[region.num_bytes :]
+    take_region(control)
     own = HostProcess.own()
     control[_WRITER] = np.array([own.pid, own.started], "<i8").view(np.uint8)
     control[_IS_ON_DEVICE] = 1
     try:
         # The receiver hears of its writer before that writes.
         await words.begin()
-        if control[0]:
-            message = "the region was given up: its transfer is over"
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+        require_wanted(control)
         yield DeviceWriter(words, device, mapping.memory.part(region.device.offset, region.num_bytes))
     finally:
         control[_IS_WRITER_OVER] = 1
@@ -253,20 +259,29 @@ class Mappings:
             if mapping is None:
                 if time.monotonic() - self._refused.get(handle, -_REFUSED_S) < _REFUSED_S:
                     return None
-                try:
-                    memory = await asyncio.to_thread(self.device.open, handle)
-                except MeshError as error:
-                    log.info("kv_goes_through_the_host", transfer=region.transfer_id, error=str(error))
-                    self._refused[handle] = time.monotonic()
+                # Cancelled, it is noted all the same: what is mapped and not known here would stay for ever.
+                mapping = await to_the_end(self._mapping_of(region.transfer_id, handle, owner))
+                if mapping is None:
                     return None
-                log.info("kv_memory_mapped", owner=owner.pid, bytes=memory.num_bytes)
-                mapping = self._mapped[handle] = Mapping(memory, HostProcess(owner.host, owner.pid, owner.started))
             if region.device.offset + region.num_bytes > mapping.memory.num_bytes:
                 log.warning("region_beyond_its_memory", transfer=region.transfer_id, offset=region.device.offset)
                 return None
             mapping.num_users += 1
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
+        return mapping
+
+    async def _mapping_of(self, transfer_id: str, handle: bytes, owner: worker_pb2.HostProcess) -> Mapping | None:
+        now = time.monotonic()
+        try:
+            memory = await asyncio.to_thread(self.device.open, handle)
+        except MeshError as error:
+            log.info("kv_goes_through_the_host", transfer=transfer_id, error=str(error))
+            self._refused = {other: at for other, at in self._refused.items() if now - at < _REFUSED_S}
+            self._refused[handle] = now
+            return None
+        log.info("kv_memory_mapped", owner=owner.pid, bytes=memory.num_bytes)
+        mapping = self._mapped[handle] = Mapping(memory, HostProcess(owner.host, owner.pid, owner.started))
         return mapping
 
     def close(self) -> None:
@@ -282,5 +297,3 @@ class Mappings:
                     if not mapping.num_users and mapping.owner.is_gone():
                         del self._mapped[handle]
                         await asyncio.to_thread(self.device.close, mapping.memory.address)
-                now = time.monotonic()
-                self._refused = {handle: at for handle, at in self._refused.items() if now - at < _REFUSED_S}

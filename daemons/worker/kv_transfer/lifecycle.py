@@ -10,7 +10,8 @@ Receiver:
 FAILED comes from a lease that ran out, an abort, a new epoch, a writer that is gone or gives up, and from what it
 wrote. It ends the transfer, not the writer: the region's memory is free only when nobody can write there any more
 and no scatter reads it. Until then it is quarantined. A writer is over by its last word, by proof that it is gone,
-or never began and cannot begin any more.
+or never began and cannot begin any more. Where others than the one that was let in could write, its word is none for
+them: their memory is free by proof alone.
 
 Sender:
 
@@ -67,16 +68,17 @@ class Reception:
 
     writes_are_seen: nobody can write before begin_write(), since the receiver itself copies what arrives. Otherwise
     whoever was told of the region may write from the start, and a region that was given up is free only when the
-    writer is known to be over.
+    writer is known to be over. has_one_writer: nobody writes whom begin_write() refused.
     """
 
-    def __init__(self, lease_until: float, *, writes_are_seen: bool) -> None:
+    def __init__(self, lease_until: float, *, writes_are_seen: bool, has_one_writer: bool = True) -> None:
         self.state = ReceiveState.PREPARED
         self.failure = Failure.NONE
         self.lease_until = lease_until
         self.writer = ""
         """Instance id of the process that writes; empty: none has begun."""
         self.writes_are_seen = writes_are_seen
+        self.has_one_writer = has_one_writer
         self._may_write = not writes_are_seen
         self._is_read = False
 
@@ -125,7 +127,8 @@ class Reception:
                 self.state = ReceiveState.WRITTEN
             else:
                 self._fail(Failure.WRITER_ABORTED)
-        self._may_write = False
+        if self.has_one_writer:
+            self._may_write = False
 
     def stream_over(self, writer: str) -> None:
         """The writer's stream has ended. Where writes go by that alone, it is proof that there will be none."""

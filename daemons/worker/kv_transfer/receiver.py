@@ -157,7 +157,7 @@ class TransferReceiver:
             instance_id=self._instance_id,
             epoch=epoch,
         )
-        reception = Reception(until, writes_are_seen=held.writes_are_seen)
+        reception = Reception(until, writes_are_seen=held.writes_are_seen, has_one_writer=held.has_one_writer)
         region = self._regions[transfer_id] = Region(key, held, reception, first_token, num_tokens, part)
         return region
 
@@ -216,6 +216,9 @@ class TransferReceiver:
         """The writer is over. is_sound: the bytes have its checksum. Raises TRANSFER_FAILED if the transfer has
         failed."""
         reception = region.reception
+        if is_done and region.num_written != region.num_bytes:
+            # The rest is what was there before: no checksum is made of bytes on a device.
+            reception.bad_write(writer)
         if is_done and not is_sound:
             reception.bad_write(writer, Failure.CHECKSUM)
         reception.last_word(writer, is_done=is_done)

@@ -1,10 +1,11 @@
 """KV transfers through memory that two workers of one host map.
 
 A region is an anonymous file (memfd) of its own, behind it a page of control. The receiver has it open; a writer opens
-it by way of the receiver's process, holds a shared lock on it for as long as it may write, and looks at the control
-page once it has the lock. The receiver that gives a region up first marks that page, then asks for the lock alone: if
-it gets that, no writer has it and none can get it any more, be it dead or late. The kernel drops the locks of a dead
-process. A region's memory is never another's: what a late writer still writes lies in memory that nobody reads.
+it by way of the receiver's process, holds the lock on it for as long as it may write, and looks at the control page
+once it has the lock: a region has one writer, ever. The receiver that gives a region up first marks that page, then
+asks for the lock: if it gets that, no writer has it and none can get it any more, be it dead or late. The kernel drops
+the locks of a dead process. A region's memory is never another's: what a late writer still writes lies in memory that
+nobody reads.
 
 Words and refusals go over gRPC, and so does the KV of writers that cannot map the region.
 """
@@ -38,6 +39,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COPY_BYTES = 16 << 20
 # Its own, and that of its mapping. Half of all files are left to connections, and to what else is open.
 _FILES_A_REGION = 2
+# Of the page of control.
+_IS_GIVEN_UP = 0
+_HAS_WRITER = 3
 
 
 class SharedMemory(RegionMemory):
@@ -58,7 +62,7 @@ class SharedMemory(RegionMemory):
 
     @property
     def control(self) -> ByteArray:
-        """The page behind the region, which its writer has mapped as well. First byte: the region was given up."""
+        """The page behind the region, which its writer has mapped as well."""
         return self._bytes[len(self.array) :]
 
     @property
@@ -75,7 +79,7 @@ class SharedMemory(RegionMemory):
     def is_writer_gone(self) -> bool:
         if self._fd is None:
             return True
-        self.control[0] = 1
+        self.control[_IS_GIVEN_UP] = 1
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -136,13 +140,13 @@ class SharedWriter(KvWriter):
     @classmethod
     async def begun(cls, words: GrpcWriter, fd: int, region: worker_pb2.TransferRegion) -> SharedWriter:
         """Raises TRANSFER_FAILED for a region that was given up."""
+        memory = np.frombuffer(mmap.mmap(fd, region.num_bytes + CONTROL_BYTES), np.uint8)
+        control = memory[region.num_bytes :]
+        take_region(control)
         # The receiver hears of its writer before that writes.
         await words.begin()
-        target = np.frombuffer(mmap.mmap(fd, region.num_bytes + CONTROL_BYTES), np.uint8)
-        if target[region.num_bytes]:
-            message = "the region was given up: its transfer is over"
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
-        return cls(words, target[: region.num_bytes])
+        require_wanted(control)
+        return cls(words, memory[: region.num_bytes])
 
     async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
         assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
@@ -164,6 +168,23 @@ def _raised_file_limit() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
+def take_region(control: ByteArray) -> None:
+    """Makes the caller, which has the lock, the region's writer. Raises TRANSFER_FAILED where there was one before:
+    what that has written is the region's, and its marks say how it ended."""
+    require_wanted(control)
+    if control[_HAS_WRITER]:
+        message = "the region has had a writer: prefill again"
+        raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+    control[_HAS_WRITER] = 1
+
+
+def require_wanted(control: ByteArray) -> None:
+    """Raises TRANSFER_FAILED for a region that was given up."""
+    if control[_IS_GIVEN_UP]:
+        message = "the region was given up: its transfer is over"
+        raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+
+
 def opened(region: worker_pb2.TransferRegion) -> int | None:
     """The region's file, locked; None where there is none that this process can open."""
     memory = region.shared_memory
@@ -179,9 +200,9 @@ def opened(region: worker_pb2.TransferRegion) -> int | None:
         status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         # One that somebody else could shrink would end this process by a signal as it writes.
         is_region = status.st_ino == memory.inode and seals & _SEALS == _SEALS
-        # The receiver's alone asks for the lock without others, and gives it back at once.
+        # The receiver asks for the lock of a region that is over, and gives it back at once.
         if is_region and status.st_size == region.num_bytes + CONTROL_BYTES:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd
     if fd >= 0:
         os.close(fd)

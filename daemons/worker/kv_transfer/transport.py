@@ -42,6 +42,12 @@ class RegionMemory:
         return True
 
     @property
+    def has_one_writer(self) -> bool:
+        """True if nobody writes behind the last word of the writer that was let in, or only to memory that is not used
+        again. Otherwise is_writer_gone() is asked then, too."""
+        return True
+
+    @property
     def device_piece(self) -> DevicePiece | None:
         """Memory of the device to which its writer wrote; None: to `array`, or there is no writer yet."""
         return None
