@@ -168,7 +168,9 @@ class StepExecutor:
 
     def _launch(self, plan: StepPlan, batch: ForwardBatch, ready_ns: int) -> StepHandle[StepResult]:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
-        self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
+        self.runner.set_dispatch_mode(
+            plan.dispatch, plan.max_tokens_per_rank, may_have_chunks=plan.may_have_chunks or bool(plan.chunks)
+        )
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
