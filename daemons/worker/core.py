@@ -93,7 +93,6 @@ class WorkerCore:
             transport=transport,
             run=self._queue.run,
             start=self._queue.start,
-            follow=self._queue.follow,
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
             figures=TransferFigures(metrics),

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 
 import grpc
 import numpy as np
@@ -291,3 +292,14 @@ def test_pieces_are_nobody_elses() -> None:
     assert pieces.num_free == pieces.num_bytes and pieces.take(pieces.num_bytes) == 0
     with pytest.raises(MemoryError):
         pieces.take(1)
+
+
+async def test_a_fault_holds_a_scatter_on_a_device() -> None:
+    # The stand-in's copy is the runner's own, which comes to that phase first.
+    faults = ("scattering@2:400",)
+    async with pair(transfer_transport=DEVICE, has_devices=True, faults=faults) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        began = time.monotonic()
+        assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        assert time.monotonic() - began >= 0.4 and device_of(both, 1).num_scattered == 1

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 from support.jobs import Job, simulated_jobs
+from support.kv_writers import needs_nixl
 from support.mesh import Mesh, running_mesh
 from support.stream_load import StreamLoad
 from support.wire import metrics_of
@@ -50,9 +51,9 @@ class Cell(NamedTuple):
 
 
 @asynccontextmanager
-async def held_mesh() -> AsyncIterator[Mesh]:
+async def held_mesh(transport: str) -> AsyncIterator[Mesh]:
     """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases."""
-    common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100"}
+    common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100", "transfer_transport": transport}
     holds = {name: [f"{phase}%1:{HOLD_MS}" for phase, at in HELD.items() if at == name] for name in WORKERS}
     slow = {"simulated_base_us": 100_000.0, "max_tokens_per_step": 32}
     services = {
@@ -137,11 +138,14 @@ async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
     return stall
 
 
-async def run_cells(cells: Sequence[Cell]) -> None:
-    async with held_mesh() as mesh:
+async def run_cells(cells: Sequence[Cell], transport: str = "device") -> None:
+    async with held_mesh(transport) as mesh:
         for index, cell in enumerate(cells):
             stall = await run_cell(mesh, cell, SEED + index)
             print(f"{cell.service} {cell.number.name} {cell.phase}: longest stall {stall:.2f} s", flush=True)
+            # A writer that cannot reach a region by its own transport sends over gRPC.
+            lines = mesh.cluster.recent_lines("worker-prefill")
+            assert not any("nixl_does_not_lead_there" in line for line in lines), cell
         # KV did come over: the answers alone would not show it.
         await serve_one(mesh)
 
@@ -175,3 +179,15 @@ async def test_every_daemon_in_every_phase(number: signal.Signals, services: tup
     cells = [Cell(service, number, phase) for service in services for phase in PHASES]
     random.Random(SEED).shuffle(cells)
     await run_cells(cells)
+
+
+@pytest.mark.full
+@needs_nixl
+@pytest.mark.timeout(900)
+async def test_ten_cells_with_nixl() -> None:
+    """Both workers in the phases in which KV moves; a writer that dies or hangs is known by other means here."""
+    cells = [Cell("worker-prefill", number, phase) for number in (KILL, STOP) for phase in ("writing", "written")]
+    cells += [Cell("worker", number, phase) for number in (KILL, STOP) for phase in ("writing", "scattering")]
+    cells += [Cell("scheduler", KILL, "writing"), Cell("scheduler-prefill", KILL, "writing")]
+    random.Random(SEED).shuffle(cells)
+    await run_cells(cells, "nixl")

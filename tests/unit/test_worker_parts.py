@@ -476,22 +476,16 @@ def test_speculation_that_does_not_combine_says_what_does(changes, text):
         WorkerSettings(**(_NGRAM | changes))
 
 
-async def test_what_is_launched_beside_steps_waits_for_none_and_what_follows_them_for_those_before():
-    queue, ran, events = StepQueue(), [], [GatedEvent(), GatedEvent()]
-    queue.submit(lambda: StepHandle(events[0], lambda: "step"), ran.append)
+async def test_what_is_launched_beside_steps_waits_for_none():
+    queue, ran, event = StepQueue(), [], GatedEvent()
+    queue.submit(lambda: StepHandle(event, lambda: "step"), ran.append)
     assert await asyncio.wait_for(queue.start(lambda: list(ran)), 10) == [], "the step runs"
-    follows = asyncio.ensure_future(queue.follow(lambda: StepHandle(events[1], lambda: ["behind", *ran])))
-    assert await asyncio.wait_for(queue.start(lambda: 5), 10) == 5
-    events[1].gate.set()
-    await asyncio.sleep(0.02)
-    assert not follows.done() and ran == []
-    events[0].gate.set()
-    assert await asyncio.wait_for(follows, 10) == ["behind"] and ran == ["step"]
 
     def fail():
         raise ValueError("here")
 
-    for failing in (queue.start(fail), queue.follow(fail), queue.follow(lambda: StepHandle(events[0], fail))):
-        with pytest.raises(ValueError, match="here"):
-            await asyncio.wait_for(failing, 10)
+    with pytest.raises(ValueError, match="here"):
+        await asyncio.wait_for(queue.start(fail), 10)
+    event.gate.set()
+    assert await asyncio.wait_for(queue.run(lambda: 5), 10) == 5 and ran == ["step"]
     queue.close()

@@ -33,7 +33,7 @@ from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool,
 from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -44,6 +44,8 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.002
+_BUSY_S = 0.002
+_EVENT_POLL_S = 0.0005
 _MOST_NAMED = 64
 
 
@@ -53,17 +55,10 @@ class Start(Protocol):
     def __call__(self, job: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class Follow(Protocol):
-    """As StepQueue.follow()."""
-
-    def __call__(self, start: Callable[[], StepHandle[T]], /) -> Awaitable[T]: ...
-
-
 class KvTransfers:
-    """run: runs a job on the step thread, behind all steps that were received, when these are over. start, follow:
-    launch one there behind them, and do not wait for these or for it; or for it alone (None: no runner has a device).
-    check_holder: raises EPOCH_FENCED unless (epoch, instance id) hold the worker. received_step: the last step of the
-    epoch that was received."""
+    """run: runs a job on the step thread, behind all steps that were received, when these are over. start: runs one
+    there behind them that does not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
+    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
 
     def __init__(
         self,
@@ -73,7 +68,6 @@ class KvTransfers:
         transport: KvTransport | None,
         run: Callable[[Callable[[], object]], Awaitable[object]],
         start: Start | None = None,
-        follow: Follow | None = None,
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
         figures: TransferFigures | None = None,
@@ -83,7 +77,6 @@ class KvTransfers:
         self._transport = transport
         self._run = run
         self._start = start
-        self._follow = follow
         self._check_holder = check_holder
         self._received_step = received_step
         self._figures = figures or TransferFigures()
@@ -206,7 +199,7 @@ class KvTransfers:
                 return
             began = self._clock()
             seconds = await to_the_end(
-                self._run_beside(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+                self._copied(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
             )
             self._figures.passed("gather", memory.num_bytes, self._clock() - began)
             self._figures.passed("gather_on_device", memory.num_bytes, seconds)
@@ -289,7 +282,7 @@ class KvTransfers:
             nonlocal outcome
             began = self._clock()
             if any(isinstance(part.memory, DevicePiece) for part in parts):
-                outcome, seconds = await self._launched(lambda: begin_scatter(executor, target, parts))
+                outcome, seconds = await self._scattered(lambda: begin_scatter(executor, target, parts))
                 self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
                 _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
             else:
@@ -367,17 +360,21 @@ class KvTransfers:
         await self._run(lambda: results.append(job()))
         return results[0]
 
-    async def _run_beside(self, start: Callable[[], Copied]) -> float:
-        """Launches a copy on the step thread that waits for no step; returns when it has run, its device time."""
-        assert self._start is not None, "a runner with a device has a step thread"
-        copied = await self._start(start)
-        await asyncio.to_thread(copied.event.wait)
+    async def _copied(self, begin: Callable[[], Copied]) -> float:
+        """Launches a copy on the step thread; returns when it has run, its device time."""
+        copied = await self._started(begin)
+        await _until_done(copied.event)
         return copied.seconds()
 
-    async def _launched(self, start: Callable[[], StepHandle[T]]) -> T:
-        """Launches work on the device behind the steps before it; returns when that has run."""
-        assert self._follow is not None, "a runner with a device has a step thread"
-        return await self._follow(start)
+    async def _scattered(self, begin: Callable[[], StepHandle[T]]) -> T:
+        """Launches copies on the step thread; what comes of them, which is looked at there."""
+        handle = await self._started(begin)
+        await _until_done(handle.event)
+        return await self._started(handle.result)
+
+    async def _started(self, job: Callable[[], T]) -> T:
+        assert self._start is not None, "a runner with a device has a step thread"
+        return await self._start(job)
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""
@@ -406,6 +403,14 @@ class KvTransfers:
             await asyncio.sleep(_TICK_S)
             self.receiver.tick()
         self._ticking = None
+
+
+async def _until_done(event: DeviceEvent) -> None:
+    """Returns soon after an event: a copy takes about a millisecond, and a thread that sleeps for one may wake late."""
+    busy_until = time.monotonic() + _BUSY_S
+    while not event.is_done:  # noqa: ASYNC110  Nothing else says so.
+        await asyncio.sleep(0 if time.monotonic() < busy_until else _EVENT_POLL_S)
+    event.wait()
 
 
 def _trace(event: str, transfer_id: str, **fields: object) -> None:

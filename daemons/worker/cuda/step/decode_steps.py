@@ -14,12 +14,12 @@ from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, rows_of, take_turns
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
@@ -78,7 +78,7 @@ class DecodeSteps:
         self._use_pdl = use_pdl
         self._experts, self._second = experts, second
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
-        self.graphs = DecodeGraphs(device, graph_rows)
+        self.graphs = StepGraphs(device, graph_rows)
         self._before: _Layout | None = None
 
     def capture(self, sampler: SlotSampler) -> None:
