@@ -254,7 +254,8 @@ class HostTier:
             self._is_closed = True
 
     def reset(self) -> None:
-        """As in a new process: every rank of a new group begins with what all have. Raises RuntimeError behind close()."""
+        """As in a new process: every rank of a new group begins with what all have. Raises RuntimeError behind
+        close()."""
         for load in self._loading:
             load.event.wait()
         self.pool.wait()
