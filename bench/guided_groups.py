@@ -91,7 +91,7 @@ class _Rows:
             published.append((clock.now_s() * 1e3, len(rows)))
 
         self.masks.publish = publish  # type: ignore[method-assign]
-        mask_filler._MAX_HERE = self.size
+        mask_filler._MAX_HERE, mask_filler._GROUP_THREADS = self.size, 0
         moves = [(guide, (token,)) for guide, token in zip(self._guides, ids, strict=True)]
         clock.start()
         self._filler.follow_here(moves)
@@ -126,7 +126,7 @@ def main() -> None:
         for way in ways:
             way.follow(texts[:, step].tolist(), clock)
         for way in ways[1:]:
-            assert (way.masks._words == ways[0].masks._words).all(), way.size
+            assert (way.masks.words == ways[0].masks.words).all(), way.size
             assert (way.masks._positions == ways[0].masks._positions).all(), way.size
     warm = args.tokens // 4
     result = {

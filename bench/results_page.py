@@ -16,6 +16,7 @@ from results_files import read, table, wrapped
 from results_kernels import attention, gemm
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
+from results_ranks import draft_networks, guided, two_gpus
 from results_transfers import kv_transfers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,9 @@ def page() -> str:
             routed_experts,
             latent_attention,
             kv_transfers,
+            two_gpus,
+            draft_networks,
+            guided,
             fp8_pages,
             small_models,
             *(shapes, starts, serving),

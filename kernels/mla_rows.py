@@ -134,7 +134,8 @@ def mla_rows(
             target.page_tables.stride(0), norm.eps, PAGE_SIZE=target.page_size, H=num_heads, NOPE=query_dim - rope,
             ROPE=rope, R=rank, BLOCK_R=triton.next_power_of_2(rank), BLOCK_H=block_h,
             BLOCK_HALF=triton.next_power_of_2(rope // 2), IS_INTERLEAVED=norm.is_interleaved, PDL=use_pdl,
-            num_warps=4, launch_pdl=use_pdl, )  # fmt: skip
+            num_warps=4, launch_pdl=use_pdl,
+        )  # fmt: skip
     return out_THC
 
 

@@ -191,7 +191,7 @@ def _start(path: Path) -> dict[str, object]:
     phases = [
         [s[0], round((s[2] - first) / 1e9, 3), round((s[3] - s[2]) / 1e9, 3)] for s in record["spans"] if s[0] in labels
     ]
-    captures = [round((s[3] - s[2]) / 1e9, 3) for s in record["spans"] if s[0] == "DecodeGraphs.capture"]
+    captures = [round((s[3] - s[2]) / 1e9, 3) for s in record["spans"] if s[0] == "StepGraphs.capture"]
     kernels: dict[str, list[float]] = defaultdict(list)
     for name, seconds, from_cache in record["compiled"]:
         kernels[f"{name}{' (cached)' if from_cache else ''}"].append(round(seconds, 3))

@@ -11,10 +11,11 @@
 chunked prefill behind the router. Every load runs through each layout.
 
 Loads: `hand-over`: one prompt of --handover-prompt tokens at a time; beyond_ms is the time through a pair beyond that
-of one replica, to the first, second and third token. `prompts`: --streams outputs of --decode-out tokens, one after the
-other, and prompts of --prompt tokens at a pace of each of --rates a second, with --out tokens of output, for --seconds.
-good_s: requests a second whose first token came within 1 s and whose gaps are at most 20 ms, by their mean and by their
-p99. `streams`: --requests outputs of --out tokens, by --streams clients.
+of one replica, to the first, second and third token; trace: when the last transfers came to which point, ms.
+`prompts`: --streams outputs of --decode-out tokens, one after the other, and prompts of --prompt tokens at a pace of
+each of --rates a second, with --out tokens of output, for --seconds. good_s: requests a second whose first token came
+within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `streams`: --requests outputs of --out
+tokens, by --streams clients.
 
 Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
 output. transfers: as daemons count them, since their start.
@@ -94,7 +95,8 @@ def names(args: argparse.Namespace, daemon: str) -> dict[str, str]:
 def services(args: argparse.Namespace) -> dict[str, dict[str, object]]:
     """Settings of workers, each with a GPU of its own, of schedulers and of the router."""
     found: dict[str, dict[str, object]] = {}
-    level = {"log_level": "debug"} if args.trace_kv else {}
+    # Points that transfers come to are logged: some lines for each.
+    level = {"log_level": "debug"}
     for index, worker in enumerate(names(args, "worker")):
         settings: dict[str, object] = {"backend": args.backend, "transfer_staging_bytes": args.staging_bytes}
         if args.backend == "cuda":
@@ -136,15 +138,15 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 try:
                     async with asyncio.timeout(args.timeout_s):
                         for load in args.loads:
-                            layouts[layout][load] = await _LOADS[load](mesh, args, layout)
+                            row = layouts[layout][load] = await _LOADS[load](mesh, args, layout)
+                            if load == "hand-over" and layout == "pairs":
+                                row["trace"] = _traced(mesh, args)
                             print(json.dumps({layout: {load: layouts[layout][load]}}), file=sys.stderr, flush=True)
                 except (RuntimeError, TimeoutError, AssertionError) as error:
                     layouts[layout]["error"] = repr(error)
                     for name in (*names(args, "worker"), *names(args, "scheduler")):
                         print(name, *mesh.cluster.recent_lines(name)[-8:], sep="\n", file=sys.stderr)
                 layouts[layout]["transfers"] = await _transfers(mesh, args)
-                if args.trace_kv:
-                    layouts[layout]["trace"] = _traced(mesh, args)
             bugs = list(mesh.bugs)
     return {
         "command": " ".join(["python", *sys.argv]),
@@ -351,7 +353,6 @@ def main() -> None:
     parser.add_argument("--num-slots", type=int, default=128)
     parser.add_argument("--worker", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all workers")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all schedulers")
-    parser.add_argument("--trace-kv", action="store_true", help="tell when the last transfers came to which point")
     parser.add_argument("--staging-bytes", type=int, default=4 * 2**30, help="memory of a worker for transfers")
     parser.add_argument("--start-s", type=float, default=400.0)
     parser.add_argument("--timeout-s", type=float, default=400.0, help="of all loads of one layout")

@@ -92,7 +92,7 @@ class SchedulerLoop:
     @property
     def _has_transfers(self) -> bool:
         group = self.planner.group
-        return group is not None and group.has_transfers and group.dp_size == 1
+        return group is not None and group.has_transfers
 
     def set_role(self, role: Role) -> Role:
         """Takes another role while serving; the one until now. Raises UNSUPPORTED where there are no transfers."""

@@ -92,7 +92,7 @@ class WorkerCore:
             staging_bytes=config.transfer_staging_bytes,
             transport=transport,
             run=self._queue.run,
-            follow=self._queue.follow,
+            start=self._queue.start,
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
             figures=TransferFigures(metrics),

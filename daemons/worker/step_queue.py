@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -83,20 +82,21 @@ class StepQueue:
         self._jobs.put(run)
         return await done
 
-    async def follow(self, start: Callable[[], StepHandle[T]]) -> T:
-        """Starts something behind all that was queued before, without waiting for that to finish; what comes of it, or
-        the exception of either."""
+    async def start(self, job: Callable[[], T]) -> T:
+        """Runs `job`, which waits for nothing, behind all that was queued before, without waiting for that to finish;
+        its result or exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
-        def begin() -> StepHandle[Callable[[], None]]:
+        def run() -> None:
             try:
-                handle = start()
+                result = job()
             except BaseException as error:
-                return StepHandle.of(partial(_fail, (done, error)))
-            return StepHandle(handle.event, partial(_outcome, handle, done))
+                _call_on(loop, _fail, (done, error))
+                return
+            _call_on(loop, _succeed, (done, result))
 
-        self.submit(begin, lambda tell: tell())
+        self._jobs.put(run)
         return await done
 
     def close(self) -> None:
@@ -123,14 +123,6 @@ class StepQueue:
     def _finish_all(self) -> None:
         while self._running:
             self._running.popleft().deliver()
-
-
-def _outcome(handle: StepHandle[T], done: asyncio.Future[T]) -> Callable[[], None]:
-    """To be called on the loop."""
-    try:
-        return partial(_succeed, (done, handle.result()))
-    except BaseException as error:
-        return partial(_fail, (done, error))
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[T], object], value: T) -> None:

@@ -17,7 +17,16 @@ import torch
 from torch.nn import functional
 
 from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch, PreparedLaunch
-from radixmesh.kernels.gemm_sm90.variants import MAX_CLUSTER, TILE_K, GemmConfig, Variant, variant_of
+from radixmesh.kernels.gemm_sm90.variants import (
+    FEW_ROWS,
+    MAX_CLUSTER,
+    TILE_K,
+    FewRows,
+    GemmConfig,
+    Variant,
+    takes_few_rows,
+    variant_of,
+)
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 MAX_ROWS = 256
@@ -28,6 +37,8 @@ _NUM_COMPILERS = min(16, max(2, (os.cpu_count() or 2) - 2))  # Threads; others s
 # read and to write.
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PARAMETER_TYPES = (_POINTER, _POINTER, _INT32, _INT32, _INT32, _INT32, ctypes.c_float, _POINTER, _POINTER)
+# few_rows.cu takes weight and rows by their addresses, and no sums of squares.
+_FEW_ROWS_TYPES = (_POINTER, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _INT32, ctypes.c_float)
 
 
 class GemmSm90:
@@ -79,8 +90,10 @@ class GemmSm90:
         self._launch(x_TK, w_NK, config, out, residual_TN, False, -1.0, None, square_sums_out)
         return out
 
-    def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
-        """For `linear`: float32 [tiles, T]."""
+    def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor | None:
+        """For `linear`: float32 [tiles, T]; None where the kernel writes none."""
+        if config == FEW_ROWS:
+            return None
         variant = variant_of(config, x_TK.shape[0], False, x_TK.dtype)
         return x_TK.new_empty(variant.num_tiles(w_NK.shape[0]), x_TK.shape[0], dtype=torch.float32)
 
@@ -119,6 +132,16 @@ class GemmSm90:
             assert residual.shape == out.shape and accepts(x_TK, w_NK, residual, is_gated), residual.shape
         assert config.split_k <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
         variant, prepared = self._prepared(config, num_rows, num_out, is_gated, x_TK.dtype)
+        stream = torch.cuda.current_stream(x_TK.device).cuda_stream
+        boxes = (
+            BoxOf(w_NK, TILE_K, variant.weight_rows, is_interleaved=is_gated),
+            BoxOf(x_TK, TILE_K, variant.activation_rows),
+        )
+        if isinstance(variant, FewRows):
+            assert takes_few_rows(num_rows, num_out, num_in), (num_rows, num_out, num_in)
+            tensors = (w_NK.data_ptr(), x_TK.data_ptr(), out.data_ptr(), _address(residual))
+            self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps))
+            return
         num_square_sums = 0 if square_sums is None else len(square_sums)
         assert square_sums is None or (square_sums.shape[1] == num_rows and square_sums.is_contiguous()), (
             square_sums.shape
@@ -128,9 +151,8 @@ class GemmSm90:
         )
         self._driver.launch(
             prepared,
-            torch.cuda.current_stream(x_TK.device).cuda_stream,
-            BoxOf(w_NK, TILE_K, variant.weight_rows, is_interleaved=is_gated),
-            BoxOf(x_TK, TILE_K, variant.activation_rows),
+            stream,
+            *boxes,
             (
                 out.data_ptr(),
                 _address(residual),
@@ -158,7 +180,8 @@ class GemmSm90:
                 cluster=config.cluster,
                 use_pdl=self._use_pdl,
             )
-            found = variant, self._driver.prepare(self._kernel(variant), launch, _PARAMETER_TYPES)
+            types = _FEW_ROWS_TYPES if isinstance(variant, FewRows) else _PARAMETER_TYPES
+            found = variant, self._driver.prepare(self._kernel(variant), launch, types)
             self._launches[key] = found
         return found
 

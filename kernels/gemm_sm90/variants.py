@@ -232,12 +232,73 @@ class RowTiled(Variant):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewRows(Variant):
+    """few_rows.cu: up to 8 rows, with weights from memory straight into registers."""
+
+    entry: ClassVar[str] = "few_rows"
+    source_file: ClassVar[str] = "few_rows.cu"
+
+    is_gated: bool
+
+    @property
+    def weight_rows(self) -> int:
+        return self.tile
+
+    @property
+    def activation_rows(self) -> int:
+        return self.rows
+
+    @property
+    def num_threads(self) -> int:
+        return 256
+
+    @property
+    def sums_a_thread(self) -> int:
+        return 4
+
+    @property
+    def columns(self) -> int:
+        return self.tile // 2 if self.is_gated else self.tile
+
+    @property
+    def shared_bytes(self) -> int:
+        """Beside what the kernel declares."""
+        return 0
+
+    def num_ctas(self, num_rows: int, num_out: int) -> int:
+        return num_out // self.columns
+
+    @property
+    def instruction(self) -> tuple[int, bool]:
+        return self.rows, self.is_half
+
+    def constants(self) -> str:
+        return (
+            f"constexpr int kMinCtas = 2, kMaxPolls = 0;\n"
+            f"constexpr bool kIsGated = {str(self.is_gated).lower()}, kIsHalf = {str(self.is_half).lower()};\n"
+        )
+
+
+FEW_ROWS = GemmConfig(tile=16, split_k=1, stages=1)
+"""Of `FewRows`, which has one configuration."""
+FEW_ROWS_MOST = 8
+
+
+def takes_few_rows(num_rows: int, num_out: int, num_in: int) -> bool:
+    """True where `FEW_ROWS` computes such a GEMM; num_out of gate or up alone."""
+    return num_rows <= FEW_ROWS_MOST and num_out % FEW_ROWS.tile == 0 and num_in % 1024 == 0
+
+
 def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
     """The kernel for GEMMs of 1 to 256 rows with this configuration; gated GEMMs have no row tiles."""
     tile, stages, multicast, is_half = config.tile, config.stages, config.multicast, dtype == torch.float16
     if config.row_tile is not None:
         assert config.split_k == 1 and not is_gated, config
         return RowTiled(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, multicast=multicast)
+    if config == FEW_ROWS:
+        rows = FEW_ROWS_MOST
+        return FewRows(tile=tile, rows=rows, stages=stages, is_half=is_half, multicast=multicast, is_gated=is_gated)
     rows = padded_rows(num_rows, multicast)
     return SmallM(
         tile=tile,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.kv_stores import Medium, content, medium, pages_of, targets_of
+from support.kv_stores import MEDIA, Medium, content, medium, pages_of, targets_of
 
+from radixmesh.daemons.worker.kv_store import opening
 from radixmesh.daemons.worker.kv_store.backend import KvBackend, KvStoreError, StoreFailure
 from radixmesh.daemons.worker.kv_store.records import head_bytes
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page, QueueLimits
 
 pytest.importorskip("xxhash")
-ALL = ["memory", "disk", "redis", "s3"]
 SECONDS = 30
+_STORE = Path(opening.__file__).parent
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=MEDIA)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
     with medium(request.param, tmp_path) as found:
         yield found
@@ -35,6 +37,14 @@ def store(backend: KvBackend) -> Iterator[KvStore]:
     store = KvStore(backend)
     yield store
     store.close()
+
+
+def test_every_backend_is_a_medium_here() -> None:
+    """A backend that is opened by a URL, or used without one, is held to this contract."""
+    found = {path.stem.removesuffix("_backend") for path in _STORE.glob("*_backend.py")}
+    assert found == set(MEDIA), "a backend without a medium in tests/support/kv_stores.py, or the other way around"
+    schemes = re.findall(r'parts\.scheme (?:== |in \()"(\w+)"', (_STORE / "opening.py").read_text())
+    assert set(schemes) == set(MEDIA) - {"memory"}
 
 
 def put(store: KvStore, pages: list[Page]) -> int:

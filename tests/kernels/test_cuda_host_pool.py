@@ -24,7 +24,7 @@ REFUSED = RuntimeError("cuMemcpy2DAsync failed with CUDA error 1")
 
 
 class Stream:
-    """What the stream was told to wait for; work runs when it is given."""
+    """Waits that the stream was told of; work runs when it is given."""
 
     def __init__(self, *_: object) -> None:
         self.waits: list[object] = []

@@ -39,12 +39,12 @@ def test_tokens_come_back_as_read_kv_has_them(share: KvShare | None, by_kernels:
     sources, targets = (np.arange(first, first + 300, dtype=np.int32)[::-1].copy() for first in (0, 300))
     expected = runner.read_kv(sources, share).tobytes()
     piece = slab.part(32, 300 * token_bytes)
-    device.gather(sources, piece, share)
-    device.record_event().wait()
+    device.gather(sources, piece, share).event.wait()
     # The other process sees the same.
     assert device.read(mapped.address + 32, piece.num_bytes) == expected
     before = runner.read_kv(sources).tobytes()
-    device.scatter(targets, mapped.part(32, 300 * token_bytes), share)
+    copied = device.scatter(targets, mapped.part(32, 300 * token_bytes), share)
+    assert copied.event.is_done and copied.seconds() > 0
     assert runner.read_kv(targets, share).tobytes() == expected and runner.read_kv(sources).tobytes() == before
     assert received[0].tolist() == targets.tolist()
     device.write(address, b"stamp")

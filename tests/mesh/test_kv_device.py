@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 
 import grpc
 import numpy as np
@@ -172,13 +173,13 @@ async def test_pages_that_another_epoch_has_granted_get_no_records() -> None:
         await prefill(both, 0, 1)
         await sent(both)
         device, records = device_of(both, 1), both.core(1).executor.records
-        record_event, target = device.record_event, list(range(100, 100 + NUM_TOKENS))
+        scatter, target = device.scatter, list(range(100, 100 + NUM_TOKENS))
 
-        def granted_meanwhile():
+        def granted_meanwhile(*args):
             records.generations[target] += 1
-            return record_event()
+            return scatter(*args)
 
-        device.record_event = granted_meanwhile
+        device.scatter = granted_meanwhile
         answer = await both.commit(target)
         assert answer.failure == Failure.PAGES and not records.filled[target].any()
 
@@ -291,3 +292,14 @@ def test_pieces_are_nobody_elses() -> None:
     assert pieces.num_free == pieces.num_bytes and pieces.take(pieces.num_bytes) == 0
     with pytest.raises(MemoryError):
         pieces.take(1)
+
+
+async def test_a_fault_holds_a_scatter_on_a_device() -> None:
+    # The stand-in's copy is the runner's own, which comes to that phase first.
+    faults = ("scattering@2:400",)
+    async with pair(transfer_transport=DEVICE, has_devices=True, faults=faults) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        began = time.monotonic()
+        assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
+        assert time.monotonic() - began >= 0.4 and device_of(both, 1).num_scattered == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -135,6 +136,91 @@ async def test_reasoning_comes_apart(http: httpx.AsyncClient) -> None:
         lines = [line[6:] async for line in got.aiter_lines() if line.startswith("data: {")]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thinks["message"]["reasoning_content"]
+
+
+async def test_tokens_of_thoughts_are_counted(http: httpx.AsyncClient) -> None:
+    """Those whose bytes are part of reasoning_content, over all outputs, streamed and whole."""
+    ask: dict[str, Any] = {"model": NAME, "messages": USER, "max_tokens": 24, "seed": 3, "n": 3, "temperature": 1.5}
+    ask |= {"enable_thinking": True, "return_token_ids": True, "logprobs": True}
+    ask |= {"stream_options": {"include_usage": True}}
+    whole = (await http.post("/v1/chat/completions", json=ask)).json()
+    expected = 0
+    for choice in whole["choices"]:
+        thought = choice["message"]["reasoning_content"]
+        data = [bytes(entry["bytes"] or ()) for entry in choice["logprobs"]["content"]]
+        start = b"".join(data).decode(errors="replace").index(thought)
+        expected += num_touching(data, start, start + len(thought))
+    usage = whole["usage"]
+    assert 0 < expected <= usage["completion_tokens"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+    async with http.stream("POST", "/v1/chat/completions", json={**ask, "stream": True}) as got:
+        lines = [line[6:] async for line in got.aiter_lines() if line.startswith("data: {")]
+    assert of_output(json.loads(lines[-1])["usage"]) == of_output(usage)
+    for fields in ({"include_reasoning": False}, {"logprobs": False, "return_token_ids": False}):
+        again = (await http.post("/v1/chat/completions", json={**ask, **fields})).json()
+        assert of_output(again["usage"]) == of_output(usage), fields
+    off = (await http.post("/v1/chat/completions", json={**ask, "enable_thinking": False})).json()
+    assert off["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    unread = (await http.post("/v1/chat/completions", json={**ask, "separate_reasoning": False})).json()
+    assert "completion_tokens_details" not in unread["usage"]
+
+
+async def test_a_response_counts_its_thought(http: httpx.AsyncClient) -> None:
+    ask: dict[str, Any] = {"model": NAME, "max_tokens": 24, "seed": 3, "enable_thinking": True, "messages": USER}
+    chat = (await http.post("/v1/chat/completions", json=ask)).json()["usage"]
+    ask = {"model": NAME, "max_output_tokens": 24, "seed": 3, "input": USER}
+    ask |= {"chat_template_kwargs": {"enable_thinking": True}}
+    whole = (await http.post("/v1/responses", json=ask)).json()
+    assert whole["usage"]["output_tokens_details"] == chat["completion_tokens_details"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    async with http.stream("POST", "/v1/responses", json={**ask, "stream": True}) as got:
+        events = [json.loads(line[6:]) async for line in got.aiter_lines() if line.startswith("data: {")]
+    assert events[-1]["response"]["usage"] == whole["usage"]
+    assert (await http.get(f"/v1/responses/{whole['id']}")).json()["usage"] == whole["usage"]
+
+
+@pytest.mark.full
+async def test_kills_change_no_count_of_a_thought(mesh: Mesh) -> None:
+    """Three outputs that go on after the scheduler, the worker and the detokenizer died."""
+    ask: dict[str, Any] = {"model": NAME, "messages": USER, "max_tokens": 400, "seed": 3, "n": 3, "ignore_eos": True}
+    ask |= {"enable_thinking": True, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def usage_after(service: str) -> dict[str, Any]:
+        is_killed = not service
+        async with http_client(mesh) as http, http.stream("POST", "/v1/chat/completions", json=ask) as got:
+            last: dict[str, Any] = {}
+            num_events = 0
+            async for line in got.aiter_lines():
+                if line.startswith("data: {"):
+                    last, num_events = json.loads(line[6:]), num_events + 1
+                if num_events == 40 and not is_killed:
+                    is_killed = mesh.cluster.kill(service)
+            assert is_killed
+            return dict(last["usage"])
+
+    expected = await usage_after("")
+    assert 0 < expected["completion_tokens_details"]["reasoning_tokens"] <= 1200 == expected["completion_tokens"]
+    for service in ("scheduler", "worker", "detokenizer"):
+        async with asyncio.timeout(120):
+            told = await usage_after(service)
+        assert of_output(told) == of_output(expected), service
+        await mesh.cluster.wait_healthy(60)
+
+
+def of_output(usage: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """Without what depends on the cache."""
+    return usage["completion_tokens"], usage["completion_tokens_details"]
+
+
+def num_touching(tokens: list[bytes], start: int, end: int) -> int:
+    """Tokens with a part of these characters of their text."""
+    text = b"".join(tokens)
+    return sum(
+        bool(token)
+        and len(text[: at - len(token)].decode(errors="ignore")) < end
+        and len(text[:at].decode(errors="replace")) > start
+        for token, at in zip(tokens, accumulate(map(len, tokens)), strict=True)
+    )
 
 
 async def test_a_constraint_waits_for_the_end_of_the_thought(http: httpx.AsyncClient) -> None:

@@ -106,6 +106,7 @@ MALFORMED = (
     ("mistral", "[TOOL_CALLS][1, 2]"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>hello"),
     ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>nothing\n```json\n{}"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>nothing<｜tool▁sep｜>{}"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"),
     ("qwen3_coder", "<tool_call><function=who>x</function></tool_call>"),
     ("glm45", "<tool_call>nobody\n<arg_key>a</arg_key></tool_call>"),

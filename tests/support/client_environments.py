@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,9 @@ class PythonEnvironment:
         _install([uv, "pip", "install", "-q", "--python", str(self.bin / "python"), *packages], folder)
 
     def version(self, package: str) -> str:
-        """The installed version of a package, which may be named with extras."""
+        """The installed version of a package, which may be named with extras and a bound."""
         code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-        command = [str(self.bin / "python"), "-c", code, package.partition("[")[0]]
+        command = [str(self.bin / "python"), "-c", code, re.split(r"[\[<>=]", package)[0]]
         return run_client(command, self.bin).strip()
 
 

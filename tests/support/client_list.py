@@ -41,8 +41,10 @@ CLIENTS: dict[str, ListedClient] = {
     "openai_node": _library("OpenAI, Node", "openai_node.mjs", "openai"),
     "vercel": _library("Vercel AI SDK", "vercel.mjs", "ai", "@ai-sdk/openai-compatible"),
     "langchain": _library("LangChain", "langchain_client.py", "langchain-openai"),
+    # Without the bound a resolver goes back to a version of 2024 rather than to an older openai, and that one finds no
+    # module of its own.
     "llamaindex": _library(
-        "LlamaIndex", "llamaindex_client.py", "llama-index-llms-openai-like", without="embeddings errors"
+        "LlamaIndex", "llamaindex_client.py", "llama-index-llms-openai-like>=0.8.1", without="embeddings errors"
     ),
     # It imports mcp where a request has tools, and does not bring it.
     "litellm": _library("litellm", "litellm_client.py", "litellm", "mcp"),

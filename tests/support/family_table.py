@@ -91,15 +91,19 @@ def num_lines(folder: str) -> int:
 
 def runs_on_gpu(folder: Path) -> str:
     """By the check that the cuda backend makes of a config."""
-    reader = ConfigReader.open(folder)
-    placement = Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup())
-    architecture = reader.strings("architectures")[0]
-    model = registry.model_families().create(architecture).build(reader, placement).model
     try:
-        check_model(architecture, model, form=None)
+        check_on_gpu(folder)
     except MeshError:
         return "no"
     return "yes"
+
+
+def check_on_gpu(folder: Path) -> None:
+    """Raises MeshError UNSUPPORTED where the cuda backend refuses the model."""
+    reader = ConfigReader.open(folder)
+    placement = Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup())
+    architecture = reader.strings("architectures")[0]
+    check_model(architecture, registry.model_families().create(architecture).build(reader, placement).model, form=None)
 
 
 def runs_by_transformers(folder: Path) -> str:

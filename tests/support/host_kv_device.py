@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.worker import __main__ as worker_main
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, KvDevice
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from support.host_peer_memory import HostPeerMemory
@@ -46,13 +46,12 @@ class HostKvDevice(KvDevice):
         self._runner = runner
         self._memory = HostPeerMemory()
         self._copies = ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None
         self.can_open = can_open
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.num_gathered = self.num_scattered = 0
 
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
         assert self._runner is not None
         data = self._runner.read_kv(indexes, part).tobytes()
         assert len(data) == target.num_bytes
@@ -61,17 +60,15 @@ class HostKvDevice(KvDevice):
             self.goes_on.wait()
             self.write(target.address, data)
 
-        self._last = self._copies.submit(copy)
         self.num_gathered += 1
+        return Copied(CopyEvent(self._copies.submit(copy)))
 
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
         assert self._runner is not None
         data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
         self._runner.write_kv(indexes, data, part)
         self.num_scattered += 1
-
-    def record_event(self) -> DeviceEvent:
-        return DONE if self._last is None else CopyEvent(self._last)
+        return Copied(DONE)
 
     def allocate(self, num_bytes: int) -> int:
         return self._memory.allocate(num_bytes)

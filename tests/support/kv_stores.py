@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,30 +59,23 @@ class Medium:
 @contextmanager
 def medium(name: str, folder: Path) -> Iterator[Medium]:
     """A fresh medium; pytest skips where its server is not installed."""
-    if name == "memory":
-        yield _memory()
-    elif name == "disk":
-        yield _disk(folder)
-    elif name == "redis":
-        with redis_server(folder) as url:
-            yield _redis(url)
-    else:
-        assert name == "s3", name
-        with s3_server() as url:
-            yield _s3(url)
+    with MEDIA[name](folder) as made:
+        yield made
 
 
-def _memory() -> Medium:
+@contextmanager
+def _memory(folder: Path) -> Iterator[Medium]:
     def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
         assert isinstance(backend, MemoryBackend)
         record = bytearray(backend._records[key])
         record[at] ^= mask
         backend._records[key] = bytes(record)
 
-    return Medium(lambda: MemoryBackend(budget_bytes=4 << 20), damage, 4 << 20, False, False)
+    yield Medium(lambda: MemoryBackend(budget_bytes=4 << 20), damage, 4 << 20, False, False)
 
 
-def _disk(folder: Path) -> Medium:
+@contextmanager
+def _disk(folder: Path) -> Iterator[Medium]:
     def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
         assert isinstance(backend, DiskBackend)
         place = backend._index[key]
@@ -95,10 +88,11 @@ def _disk(folder: Path) -> Medium:
     def open_one() -> DiskBackend:
         return DiskBackend(folder / "kv", budget_bytes=4 << 20, segment_bytes=1 << 20)
 
-    return Medium(open_one, damage, 4 << 20, False, True)
+    yield Medium(open_one, damage, 4 << 20, False, True)
 
 
-def _redis(url: str) -> Medium:
+@contextmanager
+def _redis(folder: Path) -> Iterator[Medium]:
     import redis
 
     from radixmesh.daemons.worker.kv_store.redis_backend import RedisBackend
@@ -109,16 +103,15 @@ def _redis(url: str) -> Medium:
             byte = client.getrange(name, at, at)[0]
             client.setrange(name, at, bytes([byte ^ mask]))
 
-    return Medium(lambda: RedisBackend(url), damage, None, True, True)
+    with redis_server(folder) as url:
+        yield Medium(lambda: RedisBackend(url), damage, None, True, True)
 
 
-def _s3(url: str) -> Medium:
+@contextmanager
+def _s3(folder: Path) -> Iterator[Medium]:
     import boto3
 
     from radixmesh.daemons.worker.kv_store.s3_backend import S3Backend
-
-    client = boto3.client("s3", endpoint_url=url)
-    client.create_bucket(Bucket="kv-pages")
 
     def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
         name = f"pages/{key.hex()}"
@@ -126,7 +119,19 @@ def _s3(url: str) -> Medium:
         record[at] ^= mask
         client.put_object(Bucket="kv-pages", Key=name, Body=bytes(record))
 
-    return Medium(lambda: S3Backend("kv-pages", prefix="pages/", endpoint_url=url), damage, None, True, True)
+    with s3_server() as url:
+        client = boto3.client("s3", endpoint_url=url)
+        client.create_bucket(Bucket="kv-pages")
+        yield Medium(lambda: S3Backend("kv-pages", prefix="pages/", endpoint_url=url), damage, None, True, True)
+
+
+MEDIA: Mapping[str, Callable[[Path], AbstractContextManager[Medium]]] = {
+    "memory": _memory,
+    "disk": _disk,
+    "redis": _redis,
+    "s3": _s3,
+}
+"""Every medium; a test of the contract fails where a `KvBackend` is not among them."""
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterable
 
 import pytest
 from support.chat_outputs import MALFORMED, OUTPUTS, USE, WEATHER, Output, told
 
-from radixmesh.daemons.router.chat.formats import REASONING_PARSERS, TOOL_PARSERS, ChatFormat
+from radixmesh.daemons.router.chat.formats import CALL_FORMATS, REASONING_PARSERS, TOOL_PARSERS, CallFormat, ChatFormat
 from radixmesh.daemons.router.chat.json_calls import ListCalls
 from radixmesh.daemons.router.chat.parts import (
     ChatMessage,
@@ -254,3 +255,24 @@ def test_every_name_makes_a_parser() -> None:
     for calls in TOOL_PARSERS:
         for thought in REASONING_PARSERS:
             assert read_whole(parser_of(calls, thought, "</think>"), "x y").content == "x y"
+
+
+@pytest.mark.parametrize("form", dict.fromkeys(CALL_FORMATS.values()), ids=lambda form: form.names[0])
+def test_every_format_of_calls_is_whole(form: CallFormat) -> None:
+    samples = [output for output in OUTPUTS if output.parser == form.names[0] and output.calls]
+    assert samples, "no answer of the format in tests/support/chat_outputs.py"
+    assert any(calls == form.names[0] for calls, _ in MALFORMED), "no text there that only begins like a call"
+    written = "".join(output.text for output in samples)
+    for name in form.names:
+        assert CALL_FORMATS[name] is form and ChatFormat(name).markers == form.markers
+    assert form.markers, "markers that are special tokens would be missing from the text"
+    markers = re.findall(r"<\|?[^<>]*>?|\[[^\[\]]*\]", form.markers)
+    assert "".join(markers) == form.markers and any(marker in written for marker in markers)
+    for texts in form.templates:
+        found = ChatFormat.of("auto", "none", " ".join(texts)).calls
+        assert found == form.names[0], f"{found} comes first in the table and knows the same texts"
+
+
+def test_names_of_formats_are_told_apart() -> None:
+    names = [name for form in dict.fromkeys(CALL_FORMATS.values()) for name in form.names]
+    assert len(names) == len(set(names)) == len(CALL_FORMATS)

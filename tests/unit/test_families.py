@@ -15,6 +15,7 @@ from support.family_folders import FAMILIES, family_folder, family_model
 from support.segments import Stream, generate, scattered_pages
 from transformers import PreTrainedModel
 
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
@@ -131,6 +132,26 @@ def test_workers_with_other_factors_of_longrope_are_other_models(load: Callable[
         return load_model(settings).identity.model_fingerprint
 
     assert fingerprint(32) != fingerprint(33) == fingerprint(None)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama4"])
+def test_experts_and_the_shared_mlp_have_the_activation_of_the_config(name: str, tmp_path: Path) -> None:
+    model = family_model(name, hidden_act="gelu")
+    runner = _runner(family_folder(model, tmp_path), num_pages=64)
+    ids = _prompt(runner, 40)
+    expected = _expected(model, ids)
+    assert np.abs(_logits(runner, ids, 9) - expected).max() <= _TOLERANCE
+    silu = _expected(family_model(name), ids)
+    assert np.abs(silu - expected).max() > 100 * _TOLERANCE, "the activation is to matter"
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama4"])
+def test_a_gpu_refuses_experts_of_an_activation_that_its_kernels_lack(name: str, tmp_path: Path) -> None:
+    for activation in ("silu", "swish"):
+        family_table.check_on_gpu(family_folder(family_model(name, hidden_act=activation), tmp_path / activation))
+    with pytest.raises(MeshError, match=r"routed experts with gelu.*use --backend cpu") as refused:
+        family_table.check_on_gpu(family_folder(family_model(name, hidden_act="gelu"), tmp_path / "gelu"))
+    assert refused.value.reason_name == "UNSUPPORTED"
 
 
 def test_gpt2_loads_without_the_prefix_that_its_first_checkpoint_lacks(

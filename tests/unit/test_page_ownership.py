@@ -76,7 +76,7 @@ class PageOwnership(RuleBasedStateMachine):
         assert pool.counts() == pool.recount() == counts and sum(counts.values()) == NUM_PAGES
         for state in PageState:
             assert set(pool.pages_in(state).tolist()) == self._in(state)
-        assert pool.is_balanced() and pool.num_page_violations == self.num_wrong
+        assert pool.is_balanced() and pool.num_misplaced == self.num_wrong
         assert pool.generations.tolist() == list(self.generations.values())
 
     def teardown(self) -> None:

@@ -74,7 +74,9 @@ def test_a_resolved_request_is_told_with_every_field_and_comes_back_the_same() -
     )
     message = resolved_to_proto(resolved)
     assert unset(message) == NOT_RESOLVED, "a field that messages.py or this test does not know"
-    assert unset(message.sampling) == {"seed"}, "each output has a seed of its own"
+    assert unset(message.sampling) == {"seed"}, (
+        "each output has a seed; another field: one that this test does not know"
+    )
     assert abs(message.sampling.temperature - 0.6) < 1e-6 and message.sampling.top_k == 20, "the model's own defaults"
     assert unset(message.stop) == {"ignore_eos"} - {field.name for field, _ in message.stop.ListFields()}
     resume = router_pb2.GenerateRequest(

@@ -51,7 +51,7 @@ def test_a_page_freed_twice_is_quarantined_and_the_rest_lives_on() -> None:
     pages = pool.take(2)
     pool.give_back(pages[:1])
     pool.give_back(pages)
-    assert (pool.num_quarantined, pool.num_free, pool.num_page_violations) == (1, 3, 1)
+    assert (pool.num_quarantined, pool.num_free, pool.num_misplaced) == (1, 3, 1)
     assert pool.is_balanced()
     assert sorted(pool.take(3).tolist()) == sorted({0, 1, 2, 3} - {int(pages[0])})
 
@@ -71,7 +71,7 @@ def test_page_pool_counts_like_sets(actions: list[tuple[str, int]]) -> None:
             owned = owned[num:]
         assert (pool.num_owned, pool.num_cached, pool.num_free) == (len(owned), len(cached), 12 - len(owned + cached))
         assert sorted(pool.pages_in(PageState.OWNED).tolist()) == sorted(owned)
-        assert pool.is_balanced() and not pool.num_page_violations
+        assert pool.is_balanced() and not pool.num_misplaced
 
 
 def test_a_leaked_page_is_counted_quarantined_and_serving_goes_on() -> None:

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided import guide as guide_module
-from radixmesh.daemons.worker.guided import shared_calls
+from radixmesh.daemons.worker.guided import mask_filler, shared_calls
 from radixmesh.daemons.worker.guided.guide import SLOW_S, Guide
 from radixmesh.daemons.worker.guided.guides import SlotGuides
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
@@ -161,6 +161,7 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
 
     for module in (guide_module, shared_calls):
         monkeypatch.setattr(module, "SLOW_S", 60.0)
+    monkeypatch.setattr(mask_filler, "_GROUP_THREADS", 0)
     num = 300
     calls: list[int] = []
     groups: list[tuple[int, ...]] = []
@@ -189,6 +190,33 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
         assert (masks._positions[:num] == 2 + step).all()
         last_rows.append(groups[-1])
     assert len(set(last_rows)) == 3
+
+
+@pytest.mark.parametrize("num", [100, 300, 600])
+def test_groups_are_shared_with_another_thread_and_all_are_through(num: int) -> None:
+    pytest.importorskip("torch")
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+
+    masks, guides = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE), []
+    threads: dict[int, set[int]] = {}
+    for slot in range(num):
+        start = lambda: (Counted([]), AnyTextBackend.tokens)  # noqa: E731
+        sink = masks.sink(_in_slot(slot))
+        guides.append(Guide(start, VOCAB_SIZE, position=1, output_ids=np.zeros(0, np.int32), sink=sink))
+        guides[-1].run()
+    filler, publish = MaskFiller(1), masks.publish
+
+    def note(rows: Sequence[int], positions: Sequence[int]) -> None:
+        threads.setdefault(threading.get_ident(), set()).update(rows)
+        publish(rows, positions)
+
+    masks.publish = note  # type: ignore[method-assign]
+    for step in range(3):
+        threads.clear()
+        filler.follow_here([(guide, (step,)) for guide in guides])
+        assert (masks._positions[:num] == 2 + step).all() and all(guide.is_ready for guide in guides)
+        assert threading.get_ident() in threads and len(threads) == (1 if num == 100 else 2)
 
 
 def test_the_step_thread_leaves_the_interpreter_to_the_masks_for_a_part_of_a_step_alone() -> None:

@@ -33,7 +33,7 @@ from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch, ParameterType, PreparedLaunch
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
+from radixmesh.kernels.gemm_sm90.variants import FEW_ROWS, GemmConfig, Variant, variant_of
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _N, _K, _EPS = 256, 128, 1e-5
@@ -326,7 +326,14 @@ def test_the_largest_size_is_measured_though_it_is_no_usual_one(sizes: list[int]
     rows = list(kernels.measured_rows(sizes))
     gemm = _tuned(_TorchKernel(), lambda problem: 2.0, sizes)
     assert sorted(rows) == sorted(measured) and rows[:2] == measured[:2]
-    assert len(gemm) == 3 * len([size for size in sizes if size <= 256]) or 2 in sizes
+    assert len(gemm) == 3 * len([size for size in sizes if size <= 256])
+
+
+def test_few_rows_have_the_kernel_of_the_rows_that_they_are_padded_to() -> None:
+    """2 and 3 rows too, which what was measured at 8 is more than twice of."""
+    sizes = [2, 3, 4, 8, 16]
+    gemm = _tuned(_TorchKernel(), lambda problem: 2.0, sizes)
+    assert {problem[0] for problem in gemm.problems} == set(sizes)
 
 
 @pytest.mark.parametrize("epilogue", GemmEpilogue)
@@ -415,3 +422,18 @@ def test_candidates_are_compiled_ahead_once_and_not_again_when_they_are_measured
     kernels = Sm90Kernels(kernel, TorchGemm())
     kernels.prepare([group.problem(rows) for rows in kernels.measured_rows((8, 64)) for group in groups])
     assert len(sources) == num_compiled
+
+
+def test_the_kernel_for_few_rows_competes_where_it_is_asked_for_and_fits() -> None:
+    weights = [_random(64, 2048)]
+    for has_few_rows, num_rows, num_in, is_there in (
+        (False, 8, 2048, False),
+        (True, 8, 2048, True),
+        (True, 9, 2048, False),
+        (True, 5, 1536, False),
+    ):
+        kernels = Sm90Kernels(_TorchKernel(), TorchGemm(), has_few_rows=has_few_rows)
+        problem = _problem(num_rows, weights[0], GemmEpilogue.PLAIN)._replace(num_in=num_in)
+        assert (FEW_ROWS in kernels.candidates(problem)) == is_there
+    variant = variant_of(FEW_ROWS, 5, True, torch.bfloat16)
+    assert variant.num_ctas(5, 14336) == 1792 and variant.activation_rows == 8 and "kIsGated = true" in variant.source()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router.chat.formats import ChatFormat
+from radixmesh.daemons.router.chat.formats import CALL_FORMATS, ChatFormat
 from radixmesh.daemons.router.chat.parts import ChatMessage, Tool, ToolMode, ToolUse, read_whole
 from radixmesh.daemons.router.chat.tool_grammar import is_unguided, tool_grammar
 from radixmesh.daemons.router.http.endpoints.constraints import grammar_of
@@ -33,17 +33,7 @@ STOP = {
     "required": ["now"],
     "additionalProperties": False,
 }
-FORMATS = (
-    "hermes",
-    "llama3_json",
-    "qwen3_coder",
-    "glm45",
-    "deepseek_v3",
-    "deepseek_v31",
-    "pythonic",
-    "mistral",
-    "none",
-)
+FORMATS = (*dict.fromkeys(form.names[0] for form in CALL_FORMATS.values()), "none")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +69,7 @@ def sampled(backend: GrammarBackend, source: GrammarSource, seed: int, begin: st
 
 
 def tag(use: ToolUse, calls: str) -> tuple[GrammarSource, bool]:
-    grammar = tool_grammar(use, calls, has_special_markup=False)
+    grammar = tool_grammar(use, ChatFormat(calls).tags, has_special_markup=False)
     assert grammar is not None
     return grammar_source(common_pb2.Grammar(structural_tag=grammar.structural_tag)), grammar.is_list
 
@@ -122,7 +112,7 @@ def test_required_calls_are_valid(backend: GrammarBackend, calls: str, choice: b
 )
 def test_strict_tools_bind_a_call_that_the_model_begins(backend: GrammarBackend, calls: str, begin: str) -> None:
     use = read_tools(functions(strict=True), None, None)
-    assert use.mode is ToolMode.AUTO and not is_unguided(use, calls, has_special_markup=False)
+    assert use.mode is ToolMode.AUTO and not is_unguided(use, ChatFormat(calls).tags, has_special_markup=False)
     source, is_list = tag(use, calls)
     matcher = backend.load(backend.compile(source)).matcher()
     assert all(matcher.accept(byte) for byte in b'No call, and {"name": 1}.') and matcher.accept(EOS)
@@ -210,11 +200,13 @@ def test_structural_tags_that_cannot_be(changes: dict[str, object], field: str) 
 
 def test_tools_that_nobody_holds_to_their_schemas() -> None:
     loose, strict = read_tools(functions(), None, None), read_tools(functions(strict=True), None, None)
-    assert tool_grammar(loose, "hermes", has_special_markup=False) is None
-    assert not is_unguided(loose, "mistral", has_special_markup=True)
-    assert is_unguided(strict, "hermes", has_special_markup=True) and is_unguided(strict, "", has_special_markup=False)
+    assert tool_grammar(loose, ChatFormat("hermes").tags, has_special_markup=False) is None
+    assert not is_unguided(loose, ChatFormat("mistral").tags, has_special_markup=True)
+    assert is_unguided(strict, ChatFormat("hermes").tags, has_special_markup=True) and is_unguided(
+        strict, ChatFormat("").tags, has_special_markup=False
+    )
     must = read_tools(functions(), b'"required"', None)
-    grammar = tool_grammar(must, "hermes", has_special_markup=True)
+    grammar = tool_grammar(must, ChatFormat("hermes").tags, has_special_markup=True)
     assert grammar is not None and grammar.is_list
 
 

@@ -474,3 +474,18 @@ def test_flags_of_speculation_give_the_length_of_drafts(changes, max_drafts):
 def test_speculation_that_does_not_combine_says_what_does(changes, text):
     with pytest.raises(ValueError, match=text):
         WorkerSettings(**(_NGRAM | changes))
+
+
+async def test_what_is_launched_beside_steps_waits_for_none():
+    queue, ran, event = StepQueue(), [], GatedEvent()
+    queue.submit(lambda: StepHandle(event, lambda: "step"), ran.append)
+    assert await asyncio.wait_for(queue.start(lambda: list(ran)), 10) == [], "the step runs"
+
+    def fail():
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        await asyncio.wait_for(queue.start(fail), 10)
+    event.gate.set()
+    assert await asyncio.wait_for(queue.run(lambda: 5), 10) == 5 and ran == ["step"]
+    queue.close()

@@ -23,6 +23,7 @@ class HarmonyReader(CallReader):
     """Reads reasoning and calls, since the channels hold both. Messages to anything but a function are content."""
 
     triggers = ("<|start|>", "<|channel|>")
+    has_reasoning = True
 
     def read_start(self) -> Reading[None]:
         # The prompt ends behind "assistant": a recipient may come before the channel.

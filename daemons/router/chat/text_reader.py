@@ -10,7 +10,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from radixmesh.daemons.router.chat.parts import (
     ChatParser,
@@ -20,6 +20,7 @@ from radixmesh.daemons.router.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
+from radixmesh.daemons.router.chat.reasoning_tokens import Read, Span
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
@@ -36,13 +37,20 @@ class Malformed(Exception):
 
 
 class TextReader(ChatParser):
-    """Base of parsers. Subclasses write read(): it ends with the text, or raises nothing."""
+    """Base of parsers. Subclasses write read(): it ends with the text, or raises nothing.
+
+    has_reasoning: it tells thoughts from the rest.
+    """
 
     max_held = MAX_HELD
+    has_reasoning: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        # Characters before _text. Those of the thought, since they were last asked for.
+        self._num_dropped = 0
+        self._spans: list[Span] = []
         self._is_end = False
         self._parts: list[ChatPart] = []
         # Blanks after content: they are part of it if more content follows, and markup before a call.
@@ -57,6 +65,7 @@ class TextReader(ChatParser):
         """Reads the whole text."""
 
     def feed(self, text: str) -> list[ChatPart]:
+        self._num_dropped += self._at
         self._text = self._text[self._at :] + text
         self._at = 0
         next(self._reading, None)
@@ -187,9 +196,17 @@ class TextReader(ChatParser):
         if len(body) < len(text):
             self._held_blanks.append(text[len(body) :])
 
-    def reasoning(self, text: str) -> None:
+    def reasoning(self, text: str, num_behind: int = 0) -> None:
+        """Text that was taken last, but for `num_behind` characters."""
         if text:
+            end = self._num_dropped + self._at - num_behind
+            self._spans.append(Span(end - len(text), end))
             self._parts.append(ReasoningDelta(text))
+
+    def reasoning_read(self) -> Read:
+        """The part of the thought that was read since the last call."""
+        spans, self._spans = self._spans, []
+        return Read(spans, self._num_dropped + self._at, self._is_end)
 
     def start_call(self, call_id: str, name: str) -> None:
         """The parts of this call follow."""

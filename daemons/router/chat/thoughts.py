@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.parts import ChatParser, PlainParser
+from radixmesh.daemons.router.chat.reasoning_tokens import Read
 from radixmesh.daemons.router.chat.text_reader import Malformed, Reading, TextReader
 
 
@@ -35,11 +36,14 @@ class ThoughtParser(TextReader):
     Blanks around the thought are left out.
     """
 
+    has_reasoning = True
+
     def __init__(self, tags: ThoughtTags, rest: ChatParser | None = None, *, is_open: bool = False) -> None:
         self._tags = tags
         self._rest = rest or PlainParser()
         self._is_open = is_open
         self._blanks: list[str] = []
+        self._is_past = False
         super().__init__()
 
     def read(self) -> Reading[None]:
@@ -60,6 +64,7 @@ class ThoughtParser(TextReader):
             self._blanks.clear()
         else:
             self._pass_on(leading)
+        self._is_past = True
         while True:
             self._pass_on(self.take(len(self._text)))
             if not (yield from self.waits()):
@@ -67,10 +72,14 @@ class ThoughtParser(TextReader):
         self._parts += self._rest.finish()
         self.num_calls = self._rest.num_calls
 
+    def reasoning_read(self) -> Read:
+        read = super().reasoning_read()
+        return read._replace(settled=read.settled - sum(map(len, self._blanks)), is_past=self._is_past)
+
     def _think(self, text: str) -> None:
         body = text.rstrip()
         if body:
-            self.reasoning("".join(self._blanks) + body)
+            self.reasoning("".join(self._blanks) + body, len(text) - len(body))
             self._blanks.clear()
         if len(body) < len(text):
             self._blanks.append(text[len(body) :])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.parts import Tool, ToolMode, ToolUse
@@ -30,29 +29,6 @@ class CallTags(NamedTuple):
 
 
 _LIST = CallTags('{{"name": "{}", "parameters": ', "}", ", ", "[", "]")
-_HERMES = CallTags('<tool_call>\n{{"name": "{}", "arguments": ', "}\n</tool_call>", trigger='<tool_call>\n{"name": "')
-_CODER = CallTags(
-    "<tool_call>\n<function={}>\n", "\n</function>\n</tool_call>", style="qwen_xml", trigger="<tool_call>\n<function="
-)
-_GLM = CallTags("<tool_call>{}\n", "</tool_call>", style="glm_xml", trigger="<tool_call>")
-_LLAMA = CallTags('{{"name": "{}", "parameters": ', "}", "; ")
-_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_V3 = CallTags(
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
-    "\n```<｜tool▁call▁end｜>",
-    "\n",
-    *_SECTION,
-    trigger=_SECTION[0],
-)
-_V31 = CallTags("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "", *_SECTION, trigger=_SECTION[0])
-_TAGS: Mapping[str, CallTags] = {
-    **dict.fromkeys(("hermes", "qwen", "qwen25"), _HERMES),
-    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _CODER),
-    **dict.fromkeys(("glm45", "glm47"), _GLM),
-    **dict.fromkeys(("llama3_json", "llama4_json", "llama3"), _LLAMA),
-    **dict.fromkeys(("deepseek_v3", "deepseekv3"), _V3),
-    **dict.fromkeys(("deepseek_v31", "deepseekv31"), _V31),
-}
 
 
 class ToolGrammar(NamedTuple):
@@ -62,13 +38,13 @@ class ToolGrammar(NamedTuple):
     is_list: bool = False
 
 
-def tool_grammar(use: ToolUse, calls: str, *, has_special_markup: bool) -> ToolGrammar | None:
+def tool_grammar(use: ToolUse, tags: CallTags | None, *, has_special_markup: bool) -> ToolGrammar | None:
     """The constraint that the choice of tools is; None where the answer may be any text.
 
-    calls: the model's format. has_special_markup: its markers are special tokens, which no grammar of text can write;
-    then a call that must be made comes as a JSON list.
+    tags: of the model's format; None: it has none. has_special_markup: its markers are special tokens, which no grammar
+    of text can write. In both cases a call that must be made comes as a JSON list.
     """
-    own = None if has_special_markup else _TAGS.get(calls)
+    own = None if has_special_markup else tags
     if use.mode is ToolMode.AUTO:
         wants = any(tool.strict for tool in use.tools)
         if not wants or own is None or not own.trigger:
@@ -89,10 +65,10 @@ def check_size(num_bytes: int) -> None:
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, metadata)
 
 
-def is_unguided(use: ToolUse, calls: str, *, has_special_markup: bool) -> bool:
+def is_unguided(use: ToolUse, tags: CallTags | None, *, has_special_markup: bool) -> bool:
     """True where strict tools are asked for, and nothing holds the model to their schemas."""
     is_strict = use.mode is ToolMode.AUTO and any(tool.strict for tool in use.tools)
-    return is_strict and tool_grammar(use, calls, has_special_markup=has_special_markup) is None
+    return is_strict and tool_grammar(use, tags, has_special_markup=has_special_markup) is None
 
 
 def _tag(form: str) -> str:

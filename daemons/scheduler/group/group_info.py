@@ -53,7 +53,7 @@ class GroupInfo:
     has_transfers: bool = False
     """The workers send KV to others and take it from them."""
     kv_shares: tuple[KvShare, ...] = ()
-    """KV heads of each rank, where there are transfers."""
+    """KV heads of each worker of a data-parallel rank, where there are transfers."""
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
         """True if a rank is the successor of a process of `former` that somebody killed or asked to leave."""

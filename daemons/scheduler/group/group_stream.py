@@ -52,6 +52,11 @@ class GroupStream:
         self._tp_size = len(self.rank_streams) // info.dp_size
         self._slots_per_rank = info.num_slots
 
+    @property
+    def tp_size(self) -> int:
+        """Workers of a data-parallel rank."""
+        return self._tp_size
+
     def workers_of(self, dp_rank: int) -> Sequence[WorkerStream]:
         """Streams of the workers that share the batch of a data-parallel rank."""
         return self.rank_streams[dp_rank * self._tp_size : (dp_rank + 1) * self._tp_size]

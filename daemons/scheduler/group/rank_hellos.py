@@ -84,7 +84,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         ep_size=layout.ep_size,
         experts=shared_experts_of(hellos, layout.ep_size),
         has_transfers=all(info.has_transfers for info in infos),
-        kv_shares=tuple(share for info in infos for share in info.kv_shares),
+        kv_shares=tuple(share for info in infos[: layout.tp_size] for share in info.kv_shares),
         has_kv_store=all(info.has_kv_store for info in infos),
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),

@@ -28,7 +28,8 @@ class PagePool:
         self.num_pages = num_pages
         self.generations = np.zeros(num_pages, np.int32) if generations is None else np.array(generations, np.int32)
         assert len(self.generations) == num_pages, (len(self.generations), num_pages)
-        self.num_page_violations = 0
+        self.num_misplaced = 0
+        """Pages that were to move from a state in which they were not, since the last check of the invariant."""
         self._states: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
         self._counts = [num_pages] + [0] * (len(PageState) - 1)
         # A stack: pages are taken from its end, so that a page just freed is used again first. Those freed together are
@@ -168,7 +169,7 @@ class PagePool:
         wrong, pages = pages[~is_right], pages[is_right]
         # In this order: what becomes free goes onto the free list later, and the list must not have it twice.
         if len(wrong):
-            self.num_page_violations += len(wrong)
+            self.num_misplaced += len(wrong)
             self.quarantine(wrong)
         self._place(pages, transition.target)
         if len(wrong) and _FREE in transition.sources:

@@ -2,8 +2,8 @@
 
   FREE --take--> OWNED --cache--> CACHED --evict--> FREE        OWNED --give_back--> FREE
   FREE --adopt--> CACHED                                        records of a worker that survived its scheduler
-  OWNED, CACHED --lease--> LEASED --end_lease--> FREE           a transfer reads or writes the page
-  FREE --lease_pinned--> LEASED                                 a transfer that outlived its scheduler still uses it
+  FREE --lease_pinned--> LEASED --end_lease--> FREE             a transfer that outlived its scheduler still uses it
+  OWNED, CACHED --lease--> LEASED                               of transfers that pin pages: none does yet
   FREE --load--> LOADING --end_load--> CACHED                   the page is being filled by a transfer, or from the host
                  LOADING --drop_load--> FREE                    it did not come, or the cache has it by now
   any --quarantine--> QUARANTINED                               until the next epoch

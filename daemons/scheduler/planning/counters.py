@@ -57,6 +57,7 @@ class PlannerCounters:
     num_held_plans: int = 0
     """Plans that admitted nobody, so that prompts of several ranks begin together."""
     num_page_violations: int = 0
+    """Checks after a step that failed, however many pages were wrong."""
     num_short_rows: int = 0
     """Decode rows that came back without a token."""
     finished: dict[int, int] = field(default_factory=dict)
@@ -104,8 +105,8 @@ def check_pages(
         violation = find(pages.pool, pages.cache, state.table, rank)
         if pages.host is not None and (of_host := pages.host.find_violation()):
             raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, f"{of_host}: a new epoch builds them from the records")
-        if violation or pages.pool.num_page_violations:
-            assert not is_strict, (rank, violation, pages.pool.num_page_violations)
+        if violation or pages.pool.num_misplaced:
+            assert not is_strict, (rank, violation, pages.pool.num_misplaced)
             _quarantine(state, counters, rank, violation, retract)
 
 
@@ -118,7 +119,7 @@ def _quarantine(
 ) -> None:
     pages = state.ranks[rank]
     counters.num_page_violations += 1
-    pages.pool.num_page_violations = 0
+    pages.pool.num_misplaced = 0
     doubtful = quarantine_doubtful(pages.pool, state.table, rank)
     log.error(
         "page_invariant_violation",

@@ -16,8 +16,8 @@ def grant_decodes(
 ) -> None:
     """Grants pages to every decoding slot that has none for the most that its next decode may compute.
 
-    Where memory does not suffice, of the lowest priority the youngest request gives way (give_way frees its slot and
-    pages), until it does. `ahead_pages` at a time if there are as many, those that are missing otherwise. Pages that
+    Where memory does not suffice, give_way makes room on that rank, at the cost of the rank's `last_in_line` if it
+    must, until it does. `ahead_pages` at a time if there are as many, those that are missing otherwise. Pages that
     a decode turned out not to need stay in the slot: plans in flight may use them, and the next grant is smaller.
     """
     short, missing = state.short_of_pages(state.decode_set.slots)

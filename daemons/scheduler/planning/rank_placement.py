@@ -106,6 +106,18 @@ def likely_rank(state: EpochState, sequence: Sequence) -> int:
     return max(ranks, key=lambda rank: (state.ranks[rank].found(sequence)[1], -int(running[rank])))
 
 
+def arrival_ranks(
+    state: EpochState, num_tokens: int, matched_tokens: PySequence[int], num_arriving: Mapping[int, int]
+) -> list[int]:
+    """Ranks for KV that comes from elsewhere, and for the request behind it, the cheapest first. matched_tokens: cached
+    on each. num_arriving: transfers that have a place on a rank already."""
+    loads = RankLoads(state, num_arriving, 0.0)
+    matched = np.array(matched_tokens, np.int64)
+    costs = _costs(num_tokens, loads, matched, np.zeros_like(matched))
+    order: list[int] = np.argsort(costs, kind="stable").tolist()
+    return order
+
+
 def _costs(num_tokens: int, loads: RankLoads, matched: IntColumn, loaded: IntColumn) -> FloatColumn:
     return placement_costs(
         num_tokens,

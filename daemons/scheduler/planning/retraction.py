@@ -1,4 +1,4 @@
-"""When pages run out: of the lowest priority the youngest running request gives way, its output kept.
+"""Retraction, when pages run out: a running request gives way, its output kept. `last_in_line` says which one.
 
 It leaves its slot in the plan being made, k. Results of plans before k still count, so it waits for that of k - 1
 before it can be admitted again with all its tokens.
@@ -38,7 +38,8 @@ class Retraction:
         self._finish = finish
 
     def give_way(self, state: EpochState, sequence: Sequence) -> None:
-        """Retracts a running request, or ends it where no other could make room for it."""
+        """Makes room: unlocks cached pages that nobody runs on; where there are none retracts the request, or ends it
+        if it runs alone and all pages that there will be are its own. The caller asks again until there is room."""
         if self._let_go(state):
             return
         rank = state.table.rank_of(sequence.slot)
@@ -76,7 +77,8 @@ class Retraction:
             self._requeue(sequence)
 
     def unblock(self, state: EpochState) -> None:
-        """Nothing can be planned: if that is because prefills wait for each other's pages, the youngest gives way."""
+        """Nothing can be planned: if that is because prefills wait for each other's pages, the last in line gives
+        way."""
         if state.prefilling and not state.in_flight and not state.releases:
             self.give_way(state, state.table.last_in_line(state.table.rank_of(state.prefilling[-1].slot)))
 

@@ -104,7 +104,8 @@ class SequenceTable:
     def last_in_line(self, rank: int = 0) -> Sequence:
         """The request of a rank that gives way first where its pages run out. Something runs there.
 
-        Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
+        Of the (router, tenant) whose request was accepted last, the youngest of its lowest priority. With
+        ranks_across_tenants (`--priority-across-tenants`) the youngest of the lowest priority of all.
         """
         slots = np.flatnonzero(self.live[self.slots_of(rank)]) + rank * self.slots_per_rank
         if not self.ranks_across_tenants:

@@ -23,7 +23,7 @@ def check_submission(submission: Submission, group: GroupInfo) -> None:
     """Raises the typed error that says why a submission can never run on this group."""
     if submission.unsupported:
         raise _unsupported(submission.unsupported)
-    if submission.send_kv_to is not None and (not group.has_transfers or group.dp_size > 1):
+    if submission.send_kv_to is not None and not group.has_transfers:
         raise _unsupported("KV transfer")
     if submission.model not in ("", group.model_name):
         message = f"this scheduler serves {group.model_name!r}, not {submission.model!r}"

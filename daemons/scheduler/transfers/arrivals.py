@@ -11,6 +11,7 @@ computes what the cache does not have. Nothing of a transfer outlives the epoch.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,6 +22,7 @@ from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
 from radixmesh.daemons.scheduler.pages.integrity import quarantine
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.rank_placement import arrival_ranks
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart
@@ -45,13 +47,15 @@ _OVER = (ArrivalState.ARRIVED, ArrivalState.FAILED)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Arrival:
-    """One transfer. ids: tokens up to the last one that comes, int32; [0, first_token) are cached here, and locked.
+    """One transfer. ids: tokens up to the last one that comes, int32; [0, first_token) are cached here, and locked, on
+    the data-parallel rank `rank`, to which the rest comes.
 
     heard_at: when it last made progress. pages: what the KV is being scattered into.
     """
 
     transfer_id: str
     ids: IntArray
+    rank: int = 0
     first_token: int
     cache_name: str
     namespace: Namespace
@@ -123,24 +127,30 @@ class KvArrivals:
         if len(self._arrivals) >= MAX_ARRIVALS:
             message = f"{MAX_ARRIVALS} transfers are on their way here: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
-        pages, page_size = state.pages, state.group.page_size
+        page_size = state.group.page_size
         end = len(ids) // granule * granule // page_size * page_size
-        namespace = pages.namespace_named(cache_name)
-        match = pages.cache.match(namespace, ids[:end])
-        first = len(match.pages) * page_size
-        if first >= end:
+        matches = [pages.cache.match(pages.namespace_named(cache_name), ids[:end]) for pages in state.ranks]
+        if any(len(match.pages) * page_size >= end for match in matches):
             return None
-        missing = (end - first) // page_size
-        if missing > pages.num_available:
-            message = f"{missing} pages are wanted, {pages.num_available} could be had: retry elsewhere, or later"
+        order = [0]
+        if len(matches) > 1:
+            arriving = Counter(arrival.rank for arrival in self._arrivals.values())
+            order = arrival_ranks(state, len(ids), [len(match.pages) * page_size for match in matches], arriving)
+        wanted = [end // page_size - len(match.pages) for match in matches]
+        rank = next((rank for rank in order if wanted[rank] <= state.ranks[rank].num_available), None)
+        if rank is None:
+            most = max(pages.num_available for pages in state.ranks)
+            message = f"{min(wanted)} pages are wanted, {most} could be had: retry elsewhere, or later"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        pages, match = state.ranks[rank], matches[rank]
         pages.cache.lock(match)
         arrival = Arrival(
             transfer_id=transfer_id,
             ids=ids[:end].copy(),
-            first_token=first,
+            rank=rank,
+            first_token=len(match.pages) * page_size,
             cache_name=cache_name,
-            namespace=namespace,
+            namespace=pages.namespace_named(cache_name),
             lease_until=now + min(lease_s, MAX_LEASE_S),
             heard_at=now,
             held=match,
@@ -210,18 +220,18 @@ class KvArrivals:
     def has_room(self, state: EpochState, arrival: Arrival) -> bool:
         """False while what is written waits for pages, as its request would: until it takes too long."""
         num = arrival.num_tokens // state.group.page_size
-        return arrival.state is not ArrivalState.RESERVED or num <= state.pages.num_available
+        return arrival.state is not ArrivalState.RESERVED or num <= state.ranks[arrival.rank].num_available
 
     def written(self, state: EpochState, arrival: Arrival) -> bool:
         """All is written: pages are taken for it. False: there are none, or nobody wants it any more."""
         if arrival.state is not ArrivalState.RESERVED:
             return False
-        num = arrival.num_tokens // state.group.page_size
-        if num > state.pages.num_available:
+        num, pages = arrival.num_tokens // state.group.page_size, state.ranks[arrival.rank]
+        if num > pages.num_available:
             self.failed(state, arrival)
             return False
         arrival.state = ArrivalState.COMMITTING
-        arrival.pages = state.pages.begin_load(num)
+        arrival.pages = pages.begin_load(num)
         return True
 
     def committed(
@@ -238,18 +248,21 @@ class KvArrivals:
         assert arrival.state is ArrivalState.COMMITTING, arrival.state
         if not self._is_known(arrival):
             return
+        pages = state.ranks[arrival.rank]
         if is_valid:
-            arrival.held = state.pages.end_load(arrival.held, arrival.namespace, arrival.ids, arrival.pages)
+            for sequence in arrival.expected:
+                state.recent.admitted(sequence, arrival.rank)
+            arrival.held = pages.end_load(arrival.held, arrival.namespace, arrival.ids, arrival.pages)
             arrival.state = ArrivalState.ARRIVED
             self.num_arrived += 1
             self.num_tokens += arrival.num_tokens
             self._unpark(arrival)
             return
         if are_pages_sound:
-            state.pages.drop_load(arrival.pages, was_granted=was_granted)
+            pages.drop_load(arrival.pages, was_granted=was_granted)
         else:
             # Granted here and perhaps not there: nobody counts on them until the next epoch has read the generations.
-            quarantine(state.pages.pool, arrival.pages)
+            quarantine(pages.pool, arrival.pages)
         arrival.state = ArrivalState.RESERVED
         self.failed(state, arrival)
 
@@ -297,5 +310,5 @@ class KvArrivals:
             self._queue.unpark(sequence)
 
     def _drop(self, state: EpochState, arrival: Arrival) -> None:
-        state.pages.cache.unlock(arrival.held)
+        state.ranks[arrival.rank].cache.unlock(arrival.held)
         del self._arrivals[arrival.transfer_id]

@@ -24,10 +24,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """A chunk of KV to be sent: tokens [first_token, first_token + num_tokens). pages: int32, from the one on that
-    holds the first of them. held: what stays locked until it is gathered."""
+    """A chunk of KV to be sent: tokens [first_token, first_token + num_tokens). rank: the data-parallel rank that has
+    it. pages: int32, from the one on that holds the first of them. held: what stays locked until it is gathered."""
 
     target: KvTarget
+    rank: int
     first_token: int
     num_tokens: int
     pages: IntArray
@@ -104,7 +105,7 @@ class KvHandovers:
     def released(self, handover: Handover, current: EpochState | None) -> None:
         """Its pages are gathered, or will not be."""
         if current is handover.state and handover.held is not None:
-            current.pages.cache.unlock(handover.held)
+            current.ranks[handover.rank].cache.unlock(handover.held)
 
     def _send_ahead(self, state: EpochState, sequence: Sequence) -> None:
         """Sends what is computed of a prompt, if that is enough for a chunk."""
@@ -127,6 +128,7 @@ class KvHandovers:
         self._wanted.append(
             Handover(
                 target=target,
+                rank=table.rank_of(slot),
                 first_token=start,
                 num_tokens=num,
                 pages=pages,
@@ -142,7 +144,8 @@ class KvHandovers:
             self._given_up.append(sequence.submission.send_kv_to)
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
-        target, pages = sequence.submission.send_kv_to, state.pages_of(sequence.slot)
+        target, rank = sequence.submission.send_kv_to, state.table.rank_of(sequence.slot)
+        pages = state.ranks[rank]
         assert target is not None
         ids, page_size = sequence.token_ids()[: target.end], state.group.page_size
         is_same = _is_meant(target, sequence)
@@ -161,6 +164,7 @@ class KvHandovers:
         self._wanted.append(
             Handover(
                 target=target,
+                rank=rank,
                 first_token=start,
                 num_tokens=target.end - start,
                 pages=rest,

@@ -57,7 +57,7 @@ class Reservations:
         planner, state, now = self._planner, self._planner.state, self._clock()
         transfer_id, lease_s = reservation.transfer_id, reservation.lease_ms / 1000
         _check(reservation)
-        if state is None or not self._is_on() or not state.group.has_transfers or state.group.dp_size > 1:
+        if state is None or not self._is_on() or not state.group.has_transfers:
             message = "KV transfer is not offered here now: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "KV transfer"})
         if reservation.is_cancelled:

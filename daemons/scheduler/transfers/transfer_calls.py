@@ -99,7 +99,7 @@ class TransferCalls:
             answer(transfer_id, target, error)
 
     async def _receive(self, state: EpochState, arrival: Arrival) -> None:
-        arrivals, ranks = self._planner.arrivals, self._stream.rank_streams
+        arrivals, ranks = self._planner.arrivals, self._stream.workers_of(arrival.rank)
         try:
             shares = [kv_share_of(rank.transfer_kv) for rank in ranks]
             arrival.parts = parts = rank_parts(arrival.transfer_id, shares, arrival.writers)
@@ -109,7 +109,7 @@ class TransferCalls:
                 # Given up meanwhile: that abort may have come before the region.
                 await self._abort_arrival(arrival)
                 return
-            addresses = self._addresses()
+            addresses = self._addresses()[self._number_of(arrival.rank, 0) :]
             target = KvTarget(
                 transfer_id=arrival.transfer_id,
                 regions=tuple(region.SerializeToString() for region in regions),
@@ -168,7 +168,7 @@ class TransferCalls:
         was_granted = True
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                ranks = enumerate(self._stream.rank_streams)
+                ranks = enumerate(self._stream.workers_of(arrival.rank))
                 answers = await together([_committed(rank, state, arrival, number) for number, rank in ranks])
             is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
             was_granted = any(a is not None for a in answers)
@@ -182,7 +182,7 @@ class TransferCalls:
 
     async def _renew(self) -> None:
         while live := self._planner.arrivals.live():
-            parts = [part for arrival in live for part in arrival.parts]
+            parts = [(self._number_of(arrival.rank, part.receiver), part) for arrival in live for part in arrival.parts]
             try:
                 await together(
                     [
@@ -190,7 +190,7 @@ class TransferCalls:
                             worker_pb2.RenewTransfersRequest(
                                 epoch=rank.epoch,
                                 instance_id=rank.instance_id,
-                                transfer_ids=[part.transfer_id for part in parts if part.receiver == number],
+                                transfer_ids=[part.transfer_id for receiver, part in parts if receiver == number],
                                 lease_ms=_LEASE_MS,
                             )
                         )
@@ -201,8 +201,21 @@ class TransferCalls:
                 log.info("leases_not_renewed", error=str(error))
             await asyncio.sleep(_RENEW_S)
 
+    @property
+    def _tp_size(self) -> int:
+        return self._stream.tp_size
+
+    @property
+    def _num_workers(self) -> int:
+        return len(self._stream.rank_streams)
+
+    def _number_of(self, rank: int, worker: int) -> int:
+        """Among all workers, of one of a data-parallel rank."""
+        return rank * self._tp_size + worker
+
     async def _abort_arrival(self, arrival: Arrival) -> None:
-        await self._abort([(part.receiver, part.transfer_id) for part in arrival.parts])
+        parts = arrival.parts
+        await self._abort([(self._number_of(arrival.rank, part.receiver), part.transfer_id) for part in parts])
 
     async def _abort_sent(self, target: KvTarget, behind: asyncio.Task[bool] | None = None) -> None:
         """behind: a chunk that is on its way to the workers: ahead of it the abort would find nothing."""
@@ -212,7 +225,9 @@ class TransferCalls:
             parts = _target_parts(target)
         except MeshError:
             return  # Nothing of it was ever begun.
-        await self._abort([(part.writer, part.region.transfer_id) for part in parts])
+        # On whichever data-parallel rank it was begun: the others do not know it.
+        writers = [(writer, part) for part in parts for writer in range(part.writer, self._num_workers, self._tp_size)]
+        await self._abort([(writer, part.region.transfer_id) for writer, part in writers])
 
     async def _abort(self, transfers: list[tuple[int, str]]) -> None:
         """By rank and id."""
@@ -233,7 +248,7 @@ class TransferCalls:
 
     async def _send(self, handover: Handover, before: asyncio.Task[bool] | None) -> bool:
         """before: the chunk ahead of this one, which is gathered first. False: it was not sent."""
-        target, ranks = handover.target, self._stream.rank_streams
+        target, ranks = handover.target, self._stream.workers_of(handover.rank)
         log.debug("kv_handover", transfer=target.transfer_id, first_token=handover.first_token)
         try:
             if before is not None and not await before:
@@ -273,7 +288,7 @@ async def _committed(
         # Slots that were freed are released by the next plan, and what was evicted is saved by it.
         after_step=state.last_step_id + bool(state.releases or any(host.has_saves for host in state.hosts)),
         pages=pack_ints(arrival.pages),
-        generations=pack_ints(state.pages.pool.generations[arrival.pages]),
+        generations=pack_ints(state.ranks[arrival.rank].pool.generations[arrival.pages]),
         previous_page=int(held[-1]) if len(held) else -1,
         ids=pack_ints(arrival.ids[arrival.first_token :]),
         cache_namespace=arrival.cache_name,

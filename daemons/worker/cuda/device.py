@@ -58,6 +58,11 @@ class Device(ABC):
         Calls keep their order, and return when the rows are there. Any thread."""
 
     @abstractmethod
+    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
+        """Runs work that needs nothing of what was launched before, and does not wait for it; all that is launched
+        later waits for this work. Events at its begin and end."""
+
+    @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
         """int32 zeros on the host, which kernels read and write where they lie.
 
@@ -73,7 +78,7 @@ class Device(ABC):
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Records `work`, which has run before and does not now; what replays it gives its result, the same memory each
-        time."""
+        time, until another graph is replayed. docs/gpu-design.md has the rules that `work` keeps."""
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -123,6 +128,11 @@ class HostDevice(Device):
     def send_beside(self, source: torch.Tensor, target: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
         for start, end in rows:
             target[start:end] = source[start:end]
+
+    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
+        start = HostEvent()
+        work()
+        return start, HostEvent()
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -195,6 +205,8 @@ class CudaDevice(Device):
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        # Blocks of its kernels go first as those of a step retire.
+        self._ahead = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
 
@@ -225,6 +237,14 @@ class CudaDevice(Device):
                 target[start:end].copy_(source[start:end], non_blocking=True)
             sent = CudaEvent(self._beside, self._spare)
         sent.wait()
+
+    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._ahead):
+            start = CudaEvent(self._ahead, self._spare)
+            work()
+            end = CudaEvent(self._ahead, self._spare)
+        end.hold(self._stream)
+        return start, end
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

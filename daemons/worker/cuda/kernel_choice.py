@@ -54,7 +54,9 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
-            gemm = tuned_gemm(matrices, model.dtype, sizes, device, use_pdl=settings.use_pdl)
+            gemm = tuned_gemm(
+                matrices, model.dtype, sizes, device, use_pdl=settings.use_pdl, has_few_rows=settings.few_rows_gemm
+            )
     if name == "torch":
         return TorchOps()
     if name == "compiled":

@@ -12,8 +12,7 @@ from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.worker.cuda.device import Device, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import PeerMemory
 from radixmesh.daemons.worker.kv_pool import KvPool
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, KvDevice
-from radixmesh.daemons.worker.step_handle import DeviceEvent
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, KvDevice
 
 # Numbers of tokens for which Triton compiles the copies: any, one, multiples of 16.
 _COMPILED_FOR = (3, 1, 16)
@@ -30,23 +29,21 @@ class PoolDevice(KvDevice):
         self._device, self._pool, self._memory, self._received = device, pool, memory, received
 
     @torch.inference_mode()
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
-        with self._device.in_order():
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
+        def copy() -> None:
             self._pool.gather_to(self._sent(indexes), target.address, part)
 
+        # Steps that still run write to other tokens; of the next ones some may write to these.
+        return _copied(*self._device.run_ahead(copy))
+
     @torch.inference_mode()
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
         with self._device.in_order():
+            start = self._device.record_event()
             tokens = self._sent(indexes)
             self._pool.scatter_from(tokens, source.address, part)
             self._received(tokens)
-
-    def record_event(self) -> TimedEvent:
-        return self._device.record_event()
-
-    def seconds_between(self, start: DeviceEvent, end: DeviceEvent) -> float:
-        assert isinstance(start, TimedEvent) and isinstance(end, TimedEvent)
-        return end.seconds_since(start)
+            return _copied(start, self._device.record_event())
 
     def allocate(self, num_bytes: int) -> int:
         with self._device.in_order():
@@ -78,11 +75,14 @@ class PoolDevice(KvDevice):
             piece = memory.part(0, num * self._pool.token_bytes)
             indexes = np.arange(num, dtype=np.int32)
             self.gather(indexes, piece, None)
-            self.scatter(indexes, piece, None)
-        self.record_event().wait()
+            self.scatter(indexes, piece, None).event.wait()
 
     def _sent(self, indexes: IntArray) -> torch.Tensor:
         """The same on the device."""
         tokens = torch.empty(len(indexes), dtype=torch.int32, device=self._device.torch_device)
         self._device.upload(indexes, tokens)
         return tokens
+
+
+def _copied(start: TimedEvent, end: TimedEvent) -> Copied:
+    return Copied(end, lambda: end.seconds_since(start))

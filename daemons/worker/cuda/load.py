@@ -36,9 +36,9 @@ from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedMode
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
-from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows, tuned_rows
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
+from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import LocalGroup
@@ -66,7 +66,8 @@ _PAGES_TO_COMPILE = 64
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
     that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts. staging_bytes: of
-    the GPU's memory that KV transfers will take."""
+    the GPU's memory that KV transfers will take. few_rows_gemm, no flag: a GEMM for up to 8 rows that has no figures
+    yet is tuned too."""
 
     dtype: str
     attention_backend: str
@@ -92,6 +93,7 @@ class DeviceSettings:
     ep_transport: str = "auto"
     staging_bytes: int = 0
     two_batch_min_rows: int = 0
+    few_rows_gemm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +325,7 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
 
 
 def _tree_bytes(loaded: ModelOnDevice) -> int:
-    """What trees of drafts take beside chains: attention over prefixes, in float32, and logits of a level."""
+    """Memory that trees of drafts take beside chains: attention over prefixes, in float32, and logits of a level."""
     speculation, model, num_slots = loaded.settings.speculation, loaded.model, loaded.limits.num_slots
     if loaded.network is None or speculation is None or speculation.tree is None:
         return 0

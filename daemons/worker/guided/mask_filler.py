@@ -28,8 +28,13 @@ _SLOW_NICE = 15
 # While another one computes in Python, it has it 0.30 ms later with 0.2 ms here, and 0.15 ms later with this: each mask
 # of a chain, and each group of masks, asks a few times. The other one computes as much as before.
 _SWITCH_S = 0.00005
+# Threads that follow_here() shares its groups with: the library accepts the tokens of a call one after the other, but
+# without the interpreter's lock.
+_GROUP_THREADS = 1
 _Job = tuple[Sequence[tuple[Guide, int]], Sequence[Guide], float]
 """Return value of `Guide.begin`, and when the tokens were known, by the clock of perf_counter()."""
+_Groups = tuple[Sequence[Sequence[tuple[Guide, int]]], float, threading.Lock]
+"""Groups, when their tokens were known, and a lock that is held until they are through."""
 
 
 class MaskFiller:
@@ -40,6 +45,7 @@ class MaskFiller:
         self._num_threads = num_threads or max(_MIN_THREADS, min(_MAX_THREADS, (os.cpu_count() or 1) - _OTHER_CORES))
         self._quick: SimpleQueue[_Job] = SimpleQueue()
         self._slow: SimpleQueue[_Job] = SimpleQueue()
+        self._groups: SimpleQueue[_Groups] = SimpleQueue()
         self._has_started = False
         self._starting = threading.Lock()
         self._num_turns = 0
@@ -54,14 +60,22 @@ class MaskFiller:
         self._put(*Guide.begin(moves), told_s)
 
     def follow_here(self, moves: Iterable[tuple[Guide, Sequence[int]]]) -> None:
-        """The same, by the calling thread alone as far as outputs share calls: the library's own threads fill their
-        masks. A second thread of Python would have both wait for the interpreter's lock, longer than masks take."""
+        """The same, of outputs that share calls by the calling thread and a few others, until they are through: the
+        library's own threads fill their masks."""
         told_s = time.perf_counter()
         shared, alone = Guide.begin(moves)
         self._put((), alone, told_s)
-        for group in self._in_turns(shared):
-            for guide in run_together(group, (), told_s):
-                self._slow.put(((), [guide], 0.0))
+        here, *others = _dealt(self._in_turns(shared), 1 + _GROUP_THREADS)
+        waiting: list[threading.Lock] = []
+        for groups in others:
+            self._start()
+            through = threading.Lock()
+            through.acquire()
+            waiting.append(through)
+            self._groups.put((groups, told_s, through))
+        _run_groups(here, told_s, self._slow)
+        for through in waiting:
+            through.acquire()
 
     def _in_turns(self, shared: Sequence[tuple[Guide, int]]) -> Sequence[Sequence[tuple[Guide, int]]]:
         """Groups of equal size. Masks of the last one may be late: each time it is another one."""
@@ -77,8 +91,7 @@ class MaskFiller:
     def _put(self, shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float = 0.0) -> None:
         if not shared and not alone:
             return
-        if not self._has_started:
-            self._start()
+        self._start()
         quick = [guide for guide in alone if not guide.is_slow]
         size = min(_MAX_GROUP, max(_MIN_GROUP, -(-len(shared) // self._num_threads)))
         for start in range(0, len(shared), size):
@@ -100,6 +113,9 @@ class MaskFiller:
             for number in range(count):
                 # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
                 threading.Thread(target=_work, args=(queue, self._slow), name=f"masks-{number}", daemon=True).start()
+        for _ in range(_GROUP_THREADS):
+            args = (self._groups, self._slow)
+            threading.Thread(target=_work_on_groups, args=args, name="masks-groups", daemon=True).start()
 
 
 def _work(queue: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
@@ -110,3 +126,23 @@ def _work(queue: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
     while True:
         for guide in run_together(*queue.get()):
             slow.put(((), [guide], 0.0))
+
+
+def _work_on_groups(queue: SimpleQueue[_Groups], slow: SimpleQueue[_Job]) -> None:
+    while True:
+        groups, told_s, through = queue.get()
+        try:
+            _run_groups(groups, told_s, slow)
+        finally:
+            through.release()
+
+
+def _run_groups(groups: Sequence[Sequence[tuple[Guide, int]]], told_s: float, slow: SimpleQueue[_Job]) -> None:
+    for group in groups:
+        for guide in run_together(group, (), told_s):
+            slow.put(((), [guide], 0.0))
+
+
+def _dealt(groups: Sequence[Sequence[tuple[Guide, int]]], num: int) -> Sequence[Sequence[Sequence[tuple[Guide, int]]]]:
+    """The groups of each of at most `num` threads, one after the other; the first has some, or there are none."""
+    return [groups[first::num] for first in range(max(1, min(num, len(groups))))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import insort
+from collections.abc import Callable
 from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -31,28 +32,28 @@ class DevicePiece(NamedTuple):
         return DevicePiece(self.address + offset, num_bytes)
 
 
+class Copied(NamedTuple):
+    """A copy that was launched. event: it has run. seconds: device time that it took, once it has."""
+
+    event: DeviceEvent
+    seconds: Callable[[], float] = lambda: 0.0
+
+
 class KvDevice(ABC):
-    """The device of a runner's KV pages, as transfers use it. gather() and scatter() are launched on the step thread,
-    behind all steps so far, and have run when an event behind them is done. The others block, on any thread."""
+    """The device of a runner's KV pages, as transfers use it. gather() and scatter() are launched on the step thread.
+    The others block, on any thread."""
 
     number: int
     """Of the GPU, as this process's libraries count them; negative: it is memory of the host."""
 
     @abstractmethod
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> None:
-        """Copies what read_kv() gives of tokens and heads to memory."""
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
+        """Copies what read_kv() gives of tokens and heads to memory, ahead of later steps. The tokens were computed by
+        steps that are over."""
 
     @abstractmethod
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
-        """Copies to pages as write_kv() does, from memory."""
-
-    @abstractmethod
-    def record_event(self) -> DeviceEvent:
-        """An event behind all work so far."""
-
-    def seconds_between(self, start: DeviceEvent, end: DeviceEvent) -> float:
-        """Device time between two events that are done; 0: it has no clock."""
-        return 0.0
+    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
+        """Copies to pages as write_kv() does, from memory, behind all steps so far."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> int:

@@ -141,6 +141,7 @@ class DeviceTransport(SharedMemoryTransport):
         self._mappings = Mappings(device)
 
     def close(self) -> None:
+        super().close()
         if self._mappings is not None:
             self._mappings.close()
 

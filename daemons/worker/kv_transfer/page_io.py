@@ -13,7 +13,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of, has_stamps
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
@@ -69,24 +69,15 @@ def gather(
 
 def begin_gather(
     executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, target: DevicePiece, part: KvShare
-) -> StepHandle[float]:
-    """As gather(), to memory of the device: launched behind all steps so far. Steps that are launched later may change
-    the pages. The outcome is the device time that it took, in seconds."""
+) -> Copied:
+    """As gather(), to memory of the device. Steps that are launched later may change the pages."""
     _check_source(executor, pages, generations, tokens)
     device = executor.runner.kv_device
     assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
     if executor.host is not None:
         executor.host.written_beside(pages)
     indexes = _token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size)
-    start = device.record_event()
-    device.gather(indexes, target, part)
-    end = device.record_event()
-
-    def collect() -> float:
-        end.wait()
-        return device.seconds_between(start, end)
-
-    return StepHandle(end, collect)
+    return device.gather(indexes, target, part)
 
 
 def _check_source(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range) -> None:
@@ -122,24 +113,26 @@ def begin_scatter(
         return StepHandle.of((failure, 0.0))
     device, num_tokens = executor.runner.kv_device, len(target.ids)
     assert device is not None
-    start = device.record_event()
+    copies: list[Copied] = []
     for memory, _, share in parts:
         if not isinstance(memory, DevicePiece):
             _write(executor.runner, target.pages, num_tokens, memory, share)
             continue
         body = memory.part(STAMP_BYTES, memory.num_bytes - 2 * STAMP_BYTES)
-        device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share)
-    event = device.record_event()
+        copies.append(
+            device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share)
+        )
 
     def collect() -> tuple[Failure, float]:
-        event.wait()
-        seconds = device.seconds_between(start, event)
+        for copied in copies:
+            copied.event.wait()
+        seconds = sum(copied.seconds() for copied in copies)
         # Another epoch may have granted them meanwhile.
         if (executor.records.generations[target.pages] != target.generations).any():
             return Failure.PAGES, seconds
         return _finish(executor, target, parts), seconds
 
-    return StepHandle(event, collect)
+    return StepHandle(copies[-1].event, collect)
 
 
 def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:

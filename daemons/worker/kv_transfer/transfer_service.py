@@ -12,12 +12,12 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
-from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, check_device_memory
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
+from radixmesh.daemons.worker.kv_transfer.peer_channels import PeerChannels
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import (
@@ -51,17 +51,20 @@ class GrpcTransport(KvTransport):
         patience_s: float = PATIENCE_S,
         before_last_word: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._tls = tls
+        self._channels = PeerChannels(tls)
         self._patience_s = patience_s
         self.before_last_word = before_last_word
 
     def new_memory(self, num_bytes: int) -> RegionMemory:
         return RegionMemory(num_bytes)
 
+    def close(self) -> None:
+        self._channels.close()
+
     @asynccontextmanager
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
         try:
-            async with open_channel(address, self._tls) as channel:
+            async with self._channels.channel(address) as channel:
                 call = worker_pb2_grpc.WorkerServiceStub(channel).WriteTransfer()
                 try:
                     yield GrpcWriter(self, call, worker_pb2.WriteTransferRequest(region=region, writer=writer))

@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
@@ -33,7 +33,7 @@ from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool,
 from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -44,18 +44,20 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.002
+_BUSY_S = 0.002
+_EVENT_POLL_S = 0.0005
 _MOST_NAMED = 64
 
 
-class Follow(Protocol):
-    """As StepQueue.follow()."""
+class Start(Protocol):
+    """As StepQueue.start()."""
 
-    def __call__(self, start: Callable[[], StepHandle[T]], /) -> Awaitable[T]: ...
+    def __call__(self, job: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class KvTransfers:
-    """run: runs a job on the step thread, behind all steps that were received, when these are over. follow: launches
-    one there behind them, without waiting for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
+    """run: runs a job on the step thread, behind all steps that were received, when these are over. start: runs one
+    there behind them that does not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
     unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
 
     def __init__(
@@ -65,7 +67,7 @@ class KvTransfers:
         staging_bytes: int,
         transport: KvTransport | None,
         run: Callable[[Callable[[], object]], Awaitable[object]],
-        follow: Follow | None = None,
+        start: Start | None = None,
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
         figures: TransferFigures | None = None,
@@ -74,7 +76,7 @@ class KvTransfers:
         self._instance_id = instance_id
         self._transport = transport
         self._run = run
-        self._follow = follow
+        self._start = start
         self._check_holder = check_holder
         self._received_step = received_step
         self._figures = figures or TransferFigures()
@@ -197,7 +199,7 @@ class KvTransfers:
                 return
             began = self._clock()
             seconds = await to_the_end(
-                self._launched(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+                self._copied(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
             )
             self._figures.passed("gather", memory.num_bytes, self._clock() - began)
             self._figures.passed("gather_on_device", memory.num_bytes, seconds)
@@ -280,7 +282,7 @@ class KvTransfers:
             nonlocal outcome
             began = self._clock()
             if any(isinstance(part.memory, DevicePiece) for part in parts):
-                outcome, seconds = await self._launched(lambda: begin_scatter(executor, target, parts))
+                outcome, seconds = await self._scattered(lambda: begin_scatter(executor, target, parts))
                 self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
                 _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
             else:
@@ -358,10 +360,21 @@ class KvTransfers:
         await self._run(lambda: results.append(job()))
         return results[0]
 
-    async def _launched(self, start: Callable[[], StepHandle[T]]) -> T:
-        """Launches work on the device behind the steps before it; returns when that has run."""
-        assert self._follow is not None, "a runner with a device has a step thread"
-        return await self._follow(start)
+    async def _copied(self, begin: Callable[[], Copied]) -> float:
+        """Launches a copy on the step thread; returns when it has run, its device time."""
+        copied = await self._started(begin)
+        await _until_done(copied.event)
+        return copied.seconds()
+
+    async def _scattered(self, begin: Callable[[], StepHandle[T]]) -> T:
+        """Launches copies on the step thread; what comes of them, which is looked at there."""
+        handle = await self._started(begin)
+        await _until_done(handle.event)
+        return await self._started(handle.result)
+
+    async def _started(self, job: Callable[[], T]) -> T:
+        assert self._start is not None, "a runner with a device has a step thread"
+        return await self._start(job)
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""
@@ -392,8 +405,16 @@ class KvTransfers:
         self._ticking = None
 
 
+async def _until_done(event: DeviceEvent) -> None:
+    """Returns soon after an event: a copy takes about a millisecond, and a thread that sleeps for one may wake late."""
+    busy_until = time.monotonic() + _BUSY_S
+    while not event.is_done:  # noqa: ASYNC110  Nothing else says so.
+        await asyncio.sleep(0 if time.monotonic() < busy_until else _EVENT_POLL_S)
+    event.wait()
+
+
 def _trace(event: str, transfer_id: str, **fields: object) -> None:
-    """Logs when a transfer came to a point: bench/gpu/pd_load.py --trace-kv makes a table of it."""
+    """Logs when a transfer came to a point: bench/gpu/pd_load.py tells of the last ones."""
     log.debug(event, transfer=transfer_id, **fields)
 
 

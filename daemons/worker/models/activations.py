@@ -22,6 +22,9 @@ def _relu_squared(x: torch.Tensor) -> torch.Tensor:
     return functional.relu(x).square()
 
 
+SILU = frozenset(("silu", "swish"))
+"""Names of the activation that fused kernels and those of routed experts compute."""
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": functional.silu,
     "swish": functional.silu,

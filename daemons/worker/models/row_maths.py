@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -37,10 +39,15 @@ def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def silu_gated(gate_up_TF2: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up of both side by side, [T, F] (SwiGLU: Shazeer 2020)."""
+def gated(gate_up_TF2: torch.Tensor, *, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """activation(gate) x up of both side by side, [T, F]; the activation is elementwise (Shazeer 2020)."""
     gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
-    return functional.silu(gate_TF) * up_TF
+    return activation(gate_TF) * up_TF
+
+
+def silu_gated(gate_up_TF2: torch.Tensor) -> torch.Tensor:
+    """`gated` by SiLU: SwiGLU."""
+    return gated(gate_up_TF2, activation=functional.silu)
 
 
 def clamped_gated(gate_up_TF2: torch.Tensor, *, limit: float, alpha: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -85,3 +86,12 @@ def hold_scatters(runner: ModelRunner, holds: TransferHolds) -> None:
         holds.block(FaultKind.SCATTERING)
 
     runner.write_kv = write_and_wait  # type: ignore[method-assign]
+    if (device := runner.kv_device) is not None:
+        scatter = device.scatter
+
+        def scatter_and_wait(indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
+            copied = scatter(indexes, source, part)
+            holds.block(FaultKind.SCATTERING)
+            return copied
+
+        device.scatter = scatter_and_wait  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.chat.formats import ChatFormat
 from radixmesh.daemons.router.chat.parts import ChatParser, ChatPart, ContentDelta, ReasoningDelta, ToolMode, ToolUse
-from radixmesh.daemons.router.chat.tool_grammar import check_size, is_unguided, tool_grammar
+from radixmesh.daemons.router.chat.tool_grammar import CallTags, check_size, is_unguided, tool_grammar
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, TokenTables
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
@@ -97,7 +97,7 @@ class ChatPlans:
         ignored: tuple[str, ...] = ()
         is_list = False
         if use.mode is not ToolMode.NONE:
-            is_list, ignored = _guide(request, use, form.calls, identity, has_special=has_special)
+            is_list, ignored = _guide(request, use, form.tags, identity, has_special=has_special)
         if request.HasField("grammar") and form.thought is not None:
             tags = form.thought
             is_text = table is None or not table.has_special_in(tags.begin + tags.end)
@@ -142,7 +142,7 @@ class ChatPlans:
 def _guide(
     request: router_pb2.GenerateRequest,
     use: ToolUse,
-    calls: str,
+    tags: CallTags | None,
     identity: ServedIdentity,
     *,
     has_special: bool,
@@ -159,9 +159,9 @@ def _guide(
             )
             raise unsupported("tool_choice", message)
         return False, ("tools.strict",) if any(tool.strict for tool in use.tools) else ()
-    grammar = tool_grammar(use, calls, has_special_markup=has_special)
+    grammar = tool_grammar(use, tags, has_special_markup=has_special)
     if grammar is None:
-        is_open = is_unguided(use, calls, has_special_markup=has_special)
+        is_open = is_unguided(use, tags, has_special_markup=has_special)
         return False, ("tools.strict",) if is_open else ()
     if not request.HasField("grammar"):
         check_size(len(grammar.structural_tag.encode()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -29,6 +29,11 @@ class TokenTable:
     def data(self, token: int) -> bytes:
         """Bytes of a token inside a text; b"" for ids that the model has and its tokenizer does not."""
         return self._data[token] if 0 <= token < len(self._data) else b""
+
+    def data_in_text(self, skips_special: bool) -> Callable[[int], bytes]:
+        """data() of texts that leave special tokens out, or show them."""
+        special_ids, data = self._special_ids, self.data
+        return (lambda token: b"" if token in special_ids else data(token)) if skips_special else data
 
     def spelling(self, token: int) -> str:
         data = self.data(token)

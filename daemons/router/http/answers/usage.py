@@ -17,14 +17,17 @@ class UsageSum:
         self._prompt: dict[int, tuple[int, int]] = {}
         self.num_completion = 0
         self._accepted = self._rejected = 0
+        self._num_reasoning: int | None = None
 
-    def add(self, index: int, finished: Finished) -> None:
-        """index: which prompt."""
+    def add(self, index: int, finished: Finished, num_reasoning: int | None = None) -> None:
+        """index: which prompt. num_reasoning: tokens of the thought; None where no parser reads thoughts."""
         cached = max(finished.cached_tokens, self._prompt.get(index, (0, 0))[1])
         self._prompt[index] = (finished.prompt_tokens, cached)
         self.num_completion += finished.num_output
         self._accepted += finished.accepted_predictions
         self._rejected += finished.rejected_predictions
+        if num_reasoning is not None:
+            self._num_reasoning = (self._num_reasoning or 0) + num_reasoning
 
     def to_json(self) -> dict[str, object]:
         num_prompt = sum(num for num, _ in self._prompt.values())
@@ -34,12 +37,15 @@ class UsageSum:
             "total_tokens": num_prompt + self.num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt.values())},
         }
+        details: dict[str, int] = {}
+        if self._num_reasoning is not None:
+            details["reasoning_tokens"] = self._num_reasoning
         if self._accepted or self._rejected:
             # Of a worker that drafts. Rejected ones are no completion tokens here: nobody asked for them.
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self._accepted,
-                "rejected_prediction_tokens": self._rejected,
-            }
+            details["accepted_prediction_tokens"] = self._accepted
+            details["rejected_prediction_tokens"] = self._rejected
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

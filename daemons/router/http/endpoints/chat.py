@@ -10,15 +10,16 @@ from typing import cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixmesh.daemons.router.chat.parts import ChatParser, ChatPart, join
+from radixmesh.daemons.router.chat.parts import ChatPart, join
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.chat_choices import delta_of, finish_reason, message_of
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs, check_prompt_entries, prompt_logprobs
+from radixmesh.daemons.router.http.answers.output_reader import OutputReader
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_of
-from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason, usage_of
+from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
@@ -62,18 +63,20 @@ class ChatEndpoint:
             run = answer.prompt_logprobs.cut(body.prompt_logprobs)
             told["prompt_logprobs"] = prompt_logprobs(prompt_ids, run, table)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
+        usage = UsageSum()
+        choices: list[dict[str, object]] = []
+        for index, output in enumerate(answer.outputs):
+            reader = OutputReader(plan, answer.resolved, index)
+            choices.append(_choice(output, reader, index, table, num_top))
+            if told_ids:
+                choices[-1]["token_ids"] = output.ids.tolist()
+            usage.add(0, output.ending, reader.num_reasoning)
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),
             **told_ids,
             **told,
-            "choices": [
-                {
-                    **_choice(output, plan.parser(answer.resolved, index), plan, index, table, num_top),
-                    **({"token_ids": output.ids.tolist()} if told_ids else {}),
-                }
-                for index, output in enumerate(answer.outputs)
-            ],
-            "usage": usage_of((0, output.ending) for output in answer.outputs).to_json(),
+            "choices": choices,
+            "usage": usage.to_json(),
         }
         return Response(dump(whole), headers=headers, media_type="application/json")
 
@@ -85,7 +88,7 @@ class ChatEvents(EventWriter):
         self._context = context
         self._plan = plan
         # Per index; none where all text is content.
-        self._parsers: list[ChatParser] = []
+        self._readers: list[OutputReader] = []
         self._request_id = request_id
         self._has_logprobs = bool(body.logprobs)
         self._has_ids = bool(body.return_token_ids)
@@ -105,7 +108,7 @@ class ChatEvents(EventWriter):
         if self._has_ids:
             self._prompt_ids = {"prompt_token_ids": prompt_ids_of(resolved)}
         if not self._plan.is_plain:
-            self._parsers = [self._plan.parser(resolved, index) for index in range(self._num_outputs)]
+            self._readers = [OutputReader(self._plan, resolved, index) for index in range(self._num_outputs)]
         mark = f"{self._request_id} content"
         self._around = [event_around(self._chunk(i, {"content": mark}), mark) for i in range(self._num_outputs)]
 
@@ -120,8 +123,8 @@ class ChatEvents(EventWriter):
             ids = unpack_ints(delta.ids, "ids").tolist() if self._has_ids or self._has_logprobs else []
             if self._table is not None and ids:
                 logprobs = chat_logprobs(ids, LogprobRun.of(delta.logprobs), self._table)
-            if self._parsers:
-                events += self._parsed(delta.index, self._parsers[delta.index].feed(delta.text), logprobs, ids)
+            if self._readers:
+                events += self._parsed(delta.index, self._readers[delta.index].feed(delta), logprobs, ids)
             elif ids:
                 events.append(event(self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs, ids=ids)))
             elif delta.text:
@@ -129,9 +132,12 @@ class ChatEvents(EventWriter):
                 events += (before, dump(delta.text), after)
         for finished in update.finished:
             raise_failure(finished)
-            self._usage.add(prompt_index, finished)
-            if self._parsers:
-                events += self._parsed(finished.index, self._parsers[finished.index].finish())
+            num_reasoning: int | None = None
+            if self._readers:
+                reader = self._readers[finished.index]
+                events += self._parsed(finished.index, reader.finish())
+                num_reasoning = reader.num_reasoning
+            self._usage.add(prompt_index, finished, num_reasoning)
             events.append(event(self._chunk(finished.index, {}, finished=finished)))
         return b"".join(events)
 
@@ -143,7 +149,7 @@ class ChatEvents(EventWriter):
         ids: Sequence[int] = (),
     ) -> list[bytes]:
         """One chunk a part; logprobs and ids are with the first, as some tokens are markup and show in none."""
-        deltas = [delta_of(part) for part in self._plan.shown(parts)]
+        deltas = [delta_of(part) for part in parts]
         if ids and not deltas:
             deltas = [{"content": ""}]
         first = [event(self._chunk(index, delta, logprobs=logprobs, ids=ids)) for delta in deltas[:1]]
@@ -165,7 +171,7 @@ class ChatEvents(EventWriter):
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            num_calls = self._parsers[index].num_calls if self._parsers else 0
+            num_calls = self._readers[index].num_calls if self._readers else 0
             choice["finish_reason"] = finish_reason(finished, num_calls)
             choice["stop_reason"] = stop_reason(finished)
         if self._has_ids:
@@ -182,20 +188,19 @@ def _head(request_id: str, kind: str, model: str) -> dict[str, object]:
 
 def _choice(
     output: CollectedOutput,
-    parser: ChatParser,
-    plan: ChatPlan,
+    reader: OutputReader,
     index: int,
     table: TokenTable | None,
     num_top: int | None,
 ) -> dict[str, object]:
     ids: Sequence[int] = output.ids
-    message = join(plan.shown([*parser.feed(output.text), *parser.finish()]))
+    message = join(reader.whole(output.text, output.ids.tobytes()))
     return {
         "index": index,
         "message": message_of(message),
         "logprobs": chat_logprobs(ids, output.logprobs.cut(num_top), table)
         if table is not None and num_top is not None
         else None,
-        "finish_reason": finish_reason(output.ending, parser.num_calls),
+        "finish_reason": finish_reason(output.ending, reader.num_calls),
         "stop_reason": stop_reason(output.ending),
     }

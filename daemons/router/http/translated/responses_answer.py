@@ -19,7 +19,7 @@ from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_input import MAX_MESSAGES
 from radixmesh.daemons.router.http.errors import error_body
-from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_parts
+from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_output
 from radixmesh.daemons.router.http.translated.response_store import StoredResponse
 from radixmesh.daemons.router.http.translated.responses_items import JsonObject, OutputItems
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
@@ -64,9 +64,10 @@ class ResponsesEndpoint:
             return EventStream(self._context, [generate], ResponseEvents(form, plan), headers, constrained_by=by)
         (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
         form.begin(answer.resolved)
-        form.items.add(whole_parts(answer, plan))
-        form.items.close(_status(answer.outputs[0].ending))
-        return JSONResponse(form.end(answer.outputs[0].ending), headers=headers)
+        whole, ending = whole_output(answer, plan), answer.outputs[0].ending
+        form.items.add(whole.parts)
+        form.items.close(_status(ending))
+        return JSONResponse(form.end(ending, whole.num_reasoning), headers=headers)
 
 
 class StoredResponseEndpoint:
@@ -125,9 +126,9 @@ class ResponseForm:
             "usage": usage,
         }
 
-    def end(self, finished: Finished) -> JsonObject:
-        """The complete response, which is stored."""
-        whole = self.whole(_status(finished), _usage(finished))
+    def end(self, finished: Finished, num_reasoning: int) -> JsonObject:
+        """The complete response, which is stored. num_reasoning: tokens of the thought."""
+        whole = self.whole(_status(finished), _usage(finished, num_reasoning))
         self._store(whole, self.items.message())
         return whole
 
@@ -159,7 +160,7 @@ class ResponseEvents(EventWriter):
             return events
         status = _status(finished)
         events += items.close(status)
-        return events + items.event(f"response.{status}", response=self._form.end(finished))
+        return events + items.event(f"response.{status}", response=self._form.end(finished, self._reader.num_reasoning))
 
     def end(self) -> bytes:
         return b""
@@ -210,12 +211,12 @@ def _status(finished: Finished) -> str:
     return "incomplete" if finished.reason == FinishReason.LENGTH else "completed"
 
 
-def _usage(finished: Finished) -> JsonObject:
+def _usage(finished: Finished, num_reasoning: int) -> JsonObject:
     return {
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens},
         "output_tokens": finished.num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": finished.prompt_tokens + finished.num_output,
     }
 

@@ -26,8 +26,8 @@ from radixmesh.daemons.worker.cuda.drafting.standalone import LoadedStandalone
 from radixmesh.daemons.worker.cuda.kernel_choice import create_kernels
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
-from radixmesh.daemons.worker.cuda.step.decode_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.step_graphs import tuned_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.cuda.weights.source import fill_randomly
 from radixmesh.daemons.worker.kv_pool import KvPool

@@ -110,7 +110,7 @@ class WireDispatch(DeviceDispatch):
         num_features, num_picks = x_TD.shape[1] * x_TD.element_size() // _WORD_BYTES, routes.expert_ids_TA.shape[1]
         picks_of = own_routes if came_RW.is_cuda else own_routes_reference
         own = picks_of(came_RW, num_features, num_picks, self.rank, num_held)
-        # Where it lies: nobody writes to it.
+        # Rows stay where they came: nobody writes to them.
         return Came(packed_rows(came_RW, x_TD.shape[1], x_TD.dtype), own, route)
 
 

@@ -123,7 +123,8 @@ class TiledGemm(GemmBackend):
 
 
 class TunedGemm(GemmBackend):
-    """The one place that decides which GEMM runs: the table's kernel for the matrix and the number of rows, or torch.
+    """A GEMM of several rows: the table's kernel for the matrix and the number of rows, or torch. Steps of so few rows
+    that GEMVs take them (`Ops.max_fused_rows`) do not come here: `PlainLinear` asks that first.
 
     A GEMM that adds to the residual also writes partial sums of squares of its rows where its kernel can and a gated
     GEMM behind it needs them for the deferred norm.

@@ -14,10 +14,12 @@ from radixmesh.daemons.worker.cuda.gemm.autotuner import GemmKernels, Operands, 
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, GemmEpilogue, GemmKernel, GemmProblem
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.gemm import MAX_ROWS, GemmSm90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
+from radixmesh.kernels.gemm_sm90.variants import FEW_ROWS, GemmConfig, Variant, takes_few_rows, variant_of
 from radixmesh.kernels.silu_mul import silu_mul
 
-_USUAL_ROWS = (64, 256, 128, 32, 16, 8)
+_PADDED_ROWS = 8
+"""Kernels pad rows of x to so many: fewer are as fast."""
+_USUAL_ROWS = (64, 256, 128, 32, 16, _PADDED_ROWS)
 # Reads from the L2 cache cost power, and power bounds a step under load: of two configurations that are equally fast
 # alone, the one that reads more is slower then.
 _CACHE_US_BYTE = 2e-8
@@ -67,8 +69,9 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
     # show. The budget is for measuring only: compiling comes before, and a second start finds kernels in the cache.
     policy = TuningPolicy(allowed_us=2.0, budget_s=10.0)
 
-    def __init__(self, kernel: GemmSm90, others: GemmBackend) -> None:
-        self._kernel, self._others = kernel, others
+    def __init__(self, kernel: GemmSm90, others: GemmBackend, *, has_few_rows: bool = False) -> None:
+        """has_few_rows: the kernel for up to 8 rows that takes weights straight into registers competes too."""
+        self._kernel, self._others, self._has_few_rows = kernel, others, has_few_rows
 
     def measured_rows(self, sizes: Sequence[int]) -> Sequence[int]:
         """The usual ones; behind the first the largest, which no larger one serves."""
@@ -83,7 +86,10 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
             for config in candidates(num_rows, num_out, num_in, is_gated=is_gated)
         }
         least = min(read.values(), default=0.0)
-        return {config: (nbytes - least) * _CACHE_US_BYTE for config, nbytes in read.items()}
+        penalties = {config: (nbytes - least) * _CACHE_US_BYTE for config, nbytes in read.items()}
+        if self._has_few_rows and takes_few_rows(num_rows, num_out, num_in):
+            penalties[FEW_ROWS] = 0.0
+        return penalties
 
     def prepare(self, problems: Collection[GemmProblem]) -> None:
         """A kernel that does not compile says so when it is launched."""
@@ -96,6 +102,10 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
         self, measured: Mapping[GemmProblem, GemmConfig | None], sizes: Sequence[int]
     ) -> dict[GemmProblem, GemmKernel]:
         table = spread(measured, [size for size in sizes if size <= MAX_ROWS])
+        for problem, chosen in measured.items():
+            if problem.num_rows == _PADDED_ROWS and chosen is not None:
+                fewer = (problem._replace(num_rows=size) for size in sizes if size < _PADDED_ROWS)
+                table = dict.fromkeys(fewer, chosen) | table
         # Sizes between those that were measured have kernels of their own.
         self._kernel.prepare(_variant(problem, config) for problem, config in table.items())
         kernels: dict[GemmProblem, GemmKernel] = {}

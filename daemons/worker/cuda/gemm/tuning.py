@@ -45,10 +45,12 @@ def tuned_gemm(
     device: torch.device,
     *,
     use_pdl: bool = False,
+    has_few_rows: bool = False,
 ) -> GemmBackend:
     """For steps of `sizes` rows; torch for everything else. matrices: the largest share of a step first.
 
     use_pdl: the project's own GEMMs compete too where the device has compute capability 9.0; they run on no other.
+    has_few_rows: as of `Sm90Kernels`.
     """
     table: dict[GemmProblem, GemmKernel] = {}
 
@@ -61,7 +63,9 @@ def tuned_gemm(
     with ThreadPoolExecutor(1) as beside:
         groups, compiling = plain_groups(matrices, has_gated=True), None
         if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
-            compiling = beside.submit(compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin))
+            compiling = beside.submit(
+                compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin), has_few_rows
+            )
         table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
     if compiling is not None:
         compiled = compiling
@@ -69,19 +73,22 @@ def tuned_gemm(
         def sm90() -> Sm90Kernels:
             kernel = compiled.result()
             check_kernel(kernel, dtype, device)
-            return Sm90Kernels(kernel, TunedGemm(table))
+            return Sm90Kernels(kernel, TunedGemm(table), has_few_rows=has_few_rows)
 
         table |= tune_kind(sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used")
     return TunedGemm(table) if table else TorchGemm()
 
 
 def compiled_sm90(
-    groups: Sequence[MatrixGroup[torch.Tensor]], sizes: Sequence[int], create: Callable[[], GemmSm90]
+    groups: Sequence[MatrixGroup[torch.Tensor]],
+    sizes: Sequence[int],
+    create: Callable[[], GemmSm90],
+    has_few_rows: bool = False,
 ) -> GemmSm90:
     """The project's own GEMMs with all of their candidates compiled; nothing is launched. Raises what `create` does."""
     started = time.monotonic()
     kernel = create()
-    kernels = Sm90Kernels(kernel, TorchGemm())
+    kernels = Sm90Kernels(kernel, TorchGemm(), has_few_rows=has_few_rows)
     kernels.prepare([group.problem(num_rows) for num_rows in kernels.measured_rows(sizes) for group in groups])
     _log.info("gemm_pdl_compiled", seconds=round(time.monotonic() - started, 3))
     return kernel

@@ -15,13 +15,12 @@ from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention, PoolScales
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
-from radixmesh.daemons.worker.models.activations import Activation
+from radixmesh.daemons.worker.models.activations import SILU, Activation
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.norms import Norm
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
-_SILU = ("silu", "swish")
 _NO_NORMS = HeadNorms(None, None, 0.0)
 
 
@@ -105,7 +104,7 @@ def needs_general_attention(config: DecoderConfig) -> bool:
 def needs_general_mlp(config: DecoderConfig) -> bool:
     """As `needs_general_attention`, of the MLP. A fused one behind a general attention would take sums of squares of
     the residual that are not of its rows any more."""
-    return needs_general_attention(config) or config.activation not in _SILU or not config.is_gated
+    return needs_general_attention(config) or config.activation not in SILU or not config.is_gated
 
 
 def _has_other_norms(config: DecoderConfig) -> bool:

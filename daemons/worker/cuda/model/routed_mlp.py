@@ -16,6 +16,7 @@ from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.models.activations import SILU
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, RouterKind
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
@@ -160,4 +161,5 @@ def missing_of_experts(config: DecoderConfig, *, is_quantized: bool) -> dict[str
         "FP8 experts with biases, clamps or scaled input": is_quantized
         and (experts.has_bias or experts.swiglu_limit is not None or experts.router is RouterKind.SIGMOID),
         "experts with biases beside them": config.has_mlp_bias,
+        f"routed experts with {config.activation}": config.activation not in SILU and experts.swiglu_limit is None,
     }

@@ -20,11 +20,11 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 from radixmesh.kernels.rope_kv import KvTarget
@@ -76,7 +76,7 @@ class PromptSteps:
         self._max_tokens = max_tokens
         self._max_total_len = max_total_len
         self._max_decodes = slots.dummy_slot
-        self._graphs = DecodeGraphs(device, sizes if attention.captures_chunks else ())
+        self._graphs = StepGraphs(device, sizes if attention.captures_chunks else ())
         self.buffer = PromptBuffer(
             device, max_slots=self._max_decodes, max_rows=max(max_tokens, *sizes, 0), dummy_slot=slots.dummy_slot
         )

@@ -24,11 +24,11 @@ from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, TreeMasks
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.slot_chains import ForcedDrafts, SlotChains
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
+from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
@@ -123,7 +123,7 @@ class VerifySteps:
         slots.keeps_lengths = True
         max_rows = slots.dummy_slot
         self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
-        self._graphs = DecodeGraphs(device, graph_rows)
+        self._graphs = StepGraphs(device, graph_rows)
         # Of trees: the parents of drafts, what they are to attention, and what moves with the KV of the accepted path.
         self._has_trees = self._follower is not None and self._follower.has_trees
         self._parents_WB: torch.Tensor | None = None

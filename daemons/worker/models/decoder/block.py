@@ -17,7 +17,7 @@ from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.experts import RoutedExperts, Router
 from radixmesh.daemons.worker.models.model import ModelBatch, Placement, RowInput, RowProbe
-from radixmesh.daemons.worker.models.row_maths import clamped_gated, linear, plus, silu_gated
+from radixmesh.daemons.worker.models.row_maths import clamped_gated, gated, linear, plus
 from radixmesh.daemons.worker.models.softmax_router import route_by_picked_softmax, route_by_sigmoid, route_by_softmax
 from radixmesh.daemons.worker.tiles import Tensors
 
@@ -91,15 +91,15 @@ class RoutedBlock(Block):
         assert config.experts is not None
         assert not config.has_output_norms, "norms behind experts"
         experts = config.experts
-        gated = silu_gated
+        expert_gate = partial(gated, activation=ACTIVATIONS[config.activation])
         if experts.swiglu_limit is not None:
-            gated = partial(clamped_gated, limit=experts.swiglu_limit, alpha=experts.swiglu_alpha)
+            expert_gate = partial(clamped_gated, limit=experts.swiglu_limit, alpha=experts.swiglu_alpha)
         self._routed = routed
         self.experts = RoutedExperts(
             routed.experts,
             _create_router(experts, routed),
             placement,
-            gated=gated,
+            gated=expert_gate,
             scales_input=experts.router is RouterKind.SIGMOID,
         )
 

@@ -44,8 +44,9 @@ class ExpertsConfig:
     """Routed experts in place of the MLP of some layers; a row picks the `num_picks` most probable ones.
 
     is_normalised: the weights of a row's picks are scaled to a sum of 1. has_bias: router and experts have biases.
-    swiglu_limit, swiglu_alpha: those of `clamped_gated`, in place of SiLU. shared_mlp_size: of an MLP that every row
-    goes through beside its experts, multiplied by the sigmoid of a projection if has_shared_gate; 0 = none.
+    swiglu_limit, swiglu_alpha: those of `clamped_gated`, in place of the decoder's activation. shared_mlp_size: of an
+    MLP that every row goes through beside its experts, multiplied by the sigmoid of a projection if has_shared_gate;
+    0 = none.
     """
 
     num_experts: int
@@ -85,9 +86,10 @@ class DecoderConfig:
     residual_scale what attention and MLP add; logits are divided by logits_divisor. Soft caps limit a number to
     +-cap, by cap x tanh(x / cap): scores before the mask and final logits.
 
-    has_sinks: a learned score per head joins each softmax and has no value. activation: a name of `activations.py`;
-    is_gated: act(gate) x up in place of act(up). is_tied: the output projection is the embedding. is_scoring: there
-    is no output projection but one that gives a score. names: of the tensors in a checkpoint.
+    has_sinks: a learned score per head joins each softmax and has no value. activation: a name of `activations.py`, of
+    MLPs, shared MLPs and routed experts. is_gated: act(gate) x up in place of act(up). is_tied: the output projection
+    is the embedding. is_scoring: there is no output projection but one that gives a score. names: of the tensors in a
+    checkpoint.
     """
 
     vocab_size: int

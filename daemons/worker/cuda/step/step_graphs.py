@@ -1,4 +1,4 @@
-"""Captured decode steps, by number of rows: one launch for some hundreds of kernels."""
+"""Captured steps, by number of rows: of decodes, with prompts, with drafts. One launch for some hundreds of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from radixmesh.daemons.worker.cuda.device import Device
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Graphs for `sizes` rows (ascending). A step of fewer rows runs in the next larger one, with rows of padding."""
 
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
