@@ -78,7 +78,7 @@ async def test_locust(mesh: Mesh, tmp_path: Path, record: Record) -> None:
     tool = Tool("locust", tmp_path)
     command = [str(tool.bin / "locust"), "-f", str(SCRIPTS / "locustfile.py"), "--headless", "--only-summary"]
     command += ["-u", "4", "-r", "4", "-t", "300", "--stop-timeout", "60", "--host", f"http://{http_address(mesh)}"]
-    # What it writes as CSV is seconds old when it ends.
+    # Its CSV file is seconds old when it ends.
     command += ["--json-file", str(tmp_path / "locust")]
     await asyncio.to_thread(run_client, command, tmp_path, {"MODEL": MODEL, "NUM_REQUESTS": "40"})
     found = json.loads((tmp_path / "locust.json").read_text())
