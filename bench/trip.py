@@ -1,6 +1,6 @@
 """The files that a prompt passes from HTTP to its first token, counted by tracing a whole mesh. CPU only.
 
-    python bench/trip.py [--json FILE] [--write docs/architecture.md]
+    python bench/trip.py [--json FILE] [--write docs/trip.md]
 
 Starts `compose/simulated.yml` as local processes with a recorder of function calls in each (`trip_recorder/`), lets
 the mesh idle, then sends prompts to /v1/completions, streamed, one after the other. A file counts if one of its

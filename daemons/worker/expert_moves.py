@@ -221,9 +221,10 @@ class ExpertMoves:
         layer = self._layers[op.layer]
         sent = [[s for s, _, start, end in moves if (start, end) == (rank, other)] for other in range(size)]
         came = [[t for _, t, start, end in moves if (start, end) == (other, rank)] for other in range(size)]
-        rows = [_bytes_in(layer.bytes_of(slot % self.per_rank), cut) for slots in sent for slot in slots]
         memory = layer.bytes_of(0)[0]
-        x = torch.stack(rows) if rows else memory.new_empty(0, op.num_bytes)
+        x = memory.new_empty(sum(map(len, sent)), op.num_bytes)
+        for row, slot in enumerate(slot for slots in sent for slot in slots):
+            _copy_bytes(layer.bytes_of(slot % self.per_rank), cut, x[row])
         got = self._exchange(x, [len(slots) for slots in sent], [len(slots) for slots in came])
         for row, target in enumerate(target for slots in came for target in slots):
             if target not in stage.memory:
@@ -256,15 +257,15 @@ class ExpertMoves:
         return experts_S
 
 
-def _bytes_in(parts: Sequence[torch.Tensor], cut: slice) -> torch.Tensor:
-    """Bytes [cut.start, cut.stop) of the parts, one behind the other."""
-    found, first = [], 0
+def _copy_bytes(parts: Sequence[torch.Tensor], cut: slice, target: torch.Tensor) -> None:
+    """Copies bytes [cut.start, cut.stop) of the parts, one behind the other, to the target: a slice that goes is
+    in memory once, as is counted for it."""
+    first = 0
     for part in parts:
         start, stop = max(cut.start - first, 0), min(cut.stop - first, part.numel())
         if start < stop:
-            found.append(part[start:stop])
+            target[first + start - cut.start : first + stop - cut.start] = part[start:stop]
         first += part.numel()
-    return torch.cat(found)
 
 
 def _invalid(what: str) -> MeshError:

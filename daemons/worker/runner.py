@@ -262,8 +262,11 @@ class ModelRunner(ABC):
         """
         return
 
-    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
-        """The shape of the forward that comes next, which all ranks were told alike. Default: has no need of it."""
+    def set_dispatch_mode(
+        self, dispatch: DispatchMode, max_tokens_per_rank: int, *, may_have_chunks: bool = False
+    ) -> None:
+        """The shape of the forward that comes next, which all ranks were told alike. may_have_chunks: some rank may
+        have segments. Default: has no need of it."""
         return
 
     def now_ns(self) -> int:

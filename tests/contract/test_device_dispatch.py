@@ -257,6 +257,35 @@ class _Aborted(HostWire):
         raise AssertionError(f"nobody sends {from_ranks} rows")
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("room", [0, MAX_ROOM])
+def test_what_nccl_says_of_an_aborted_communicator_is_that_a_rank_was_lost(
+    is_lost: bool,
+    room: int,
+    ranks_of: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is aborted behind the check of a step, or of what came before. Other errors are a step's own."""
+    ranks = ranks_of("nccl")
+
+    def refused(self: FakeNccl, name: str) -> Callable[..., None]:
+        def collective(*_: object) -> None:
+            if is_lost:
+                ranks.members[0].abort()
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+        return collective
+
+    monkeypatch.setattr(FakeNccl, "__getattr__", refused)
+    dispatch = ranks.dispatches[0]
+    dispatch.room = room
+    x, routes = rows_of(3, 6, seed=5)
+    with pytest.raises(CollectiveAborted if is_lost else RuntimeError):
+        dispatch.start_dispatch(x, routes, 3)
+    with pytest.raises(CollectiveAborted if is_lost else RuntimeError):
+        dispatch.exchange(x, [3, 0], [3, 0])
+
+
 def test_counts_that_an_aborted_collective_leaves_are_not_believed(ranks_of) -> None:  # type: ignore[no-untyped-def]
     ranks = ranks_of("host")
     dispatch = WireDispatch(_Aborted(ranks.members[0].expert_group), max_room=MAX_ROOM)

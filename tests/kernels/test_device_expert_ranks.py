@@ -125,6 +125,18 @@ def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callabl
     assert rooms == [8, 0, 0, 0]
 
 
+def test_steps_in_which_a_rank_may_have_chunks_are_cut_on_no_rank(group_of: Callable[[int], ThreadGroup]) -> None:
+    experts = AllToAllDispatch(group_of(2).groups[0])
+    runner = _runner(_MODELS / "tiny-deepseek", experts, two_batch_min_rows=4)
+    assert runner._experts is not None
+    rooms = []
+    for most, may_have_chunks in ((8, False), (8, True), (3, True)):
+        runner.set_dispatch_mode(DispatchMode.LOW_LATENCY, most, may_have_chunks=may_have_chunks)
+        rooms.append(runner._experts.room)
+    # Fewer rows are not cut anyhow.
+    assert rooms == [8, 0, 3]
+
+
 def test_models_without_experts_to_share_are_refused(tmp_path: Path, group_of: Callable[[int], ThreadGroup]) -> None:
     experts = AllToAllDispatch(group_of(2).groups[0])
     random_llama("biases").save_pretrained(tmp_path)

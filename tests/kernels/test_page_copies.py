@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from radixmesh.daemons.worker.cuda import page_copies
-from radixmesh.daemons.worker.cuda.page_copies import EngineCopies, KernelCopies, StagedCopies, best_of, ways_for
+from radixmesh.daemons.worker.cuda.page_copies import (
+    PACE,
+    EngineCopies,
+    KernelCopies,
+    StagedCopies,
+    best_of,
+    paced,
+    ways_for,
+)
 
 
 class Driver:
@@ -134,3 +142,29 @@ def test_a_way_that_disturbs_steps_has_to_be_much_faster() -> None:
     kernel = KernelCopies(planes, words)
     assert best_of([engines, staged], [1.1, 1.0]) is engines and best_of([engines, staged], [1.3, 1.0]) is staged
     assert best_of([staged, kernel], [2.0, 1.0]) is staged and best_of([staged, kernel], [3.0, 1.0]) is kernel
+
+
+def test_no_stream_is_given_more_copies_than_its_queue_holds() -> None:
+    started, done, most = {7: 0, 9: 0}, {7: 0, 9: 0}, 0
+    current = 7
+
+    def call(_: int, stream: int) -> None:
+        nonlocal most
+        started[stream] += 1
+        most = max(most, started[stream] - done[stream])
+
+    class Event:
+        """Nothing is done but what is waited for."""
+
+        def __init__(self) -> None:
+            self.stream, self.num = current, started[current]
+
+        def synchronize(self) -> None:
+            done[self.stream] = self.num
+
+    copy = paced(call, Event)
+    for current, num in ((7, PACE - 1), (9, 3 * PACE), (7, 5 * PACE)):
+        for _ in range(num):
+            copy(1, current)
+    assert started == {7: 6 * PACE - 1, 9: 3 * PACE} and most == 2 * PACE
+    assert 0 < done[9] < started[9] and 0 < done[7] < started[7]

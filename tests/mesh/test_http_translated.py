@@ -108,6 +108,8 @@ async def test_ollama_chat_and_generate(http: httpx.AsyncClient) -> None:
     assert response.headers["x-radixmesh-ignored-fields"] == "options.num_ctx"
     assert whole["message"] == {"role": "assistant", "content": ANSWER} and whole["done_reason"] == "stop"
     assert whole["done"] is True and whole["eval_count"] > 0 and whole["total_duration"] > 0
+    # Clients divide by it for their tokens a second.
+    assert 0 < whole["eval_duration"] < whole["total_duration"]
     streamed = await lines(http, "/api/chat", body)
     assert "".join(line["message"]["content"] for line in streamed) == ANSWER
     assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]

@@ -50,6 +50,21 @@ async def group_across(
         yield hosts, daemon
 
 
+def test_hosts_can_be_made_again_while_a_process_of_the_last_ones_is_there() -> None:
+    """The kernel takes a namespace down some time after its last process has ended."""
+    with net_hosts(2) as hosts:
+        late = hosts[1].start(["sh", "-c", "echo started; exec sleep 60"], stdout=subprocess.PIPE)
+        assert late.stdout is not None and late.stdout.readline() == b"started\n"
+    try:
+        with net_hosts(2) as hosts:
+            asked = hosts[1].start(["ip", "-4", "addr", "show", "dev", "eth0"], stdout=subprocess.PIPE)
+            told, _ = asked.communicate(timeout=30.0)
+            assert hosts[1].address.encode() in told
+    finally:
+        late.kill()
+        late.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ async def _kill(mesh: Mesh, jobs: list[Job], services: tuple[str, ...]) -> None:
         for service in services:
             kill = await kill_once(mesh, load, service, signal.SIGKILL, pick)
             assert load.failures == [], (kill, load.failures[:3])
+            print(kill)
         # The last kill is that of a daemon which takes seconds to start; streams may be at the beginning of long texts.
         await load.finish(timeout_s=300.0)
     assert load.failures == [] and load.num_completed >= 8

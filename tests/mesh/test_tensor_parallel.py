@@ -26,6 +26,11 @@ async def check_recitations(model: str, tp_size: int, dp_size: int, page_size: i
             cold = await recited(client, chosen)
             again = await recited(client, chosen)
             assert [seen.logprobs for seen in again] == [seen.logprobs for seen in cold]
+            # Few large pages: each text evicts the one before it. One whose prompt has a page stays for its next turn.
+            number = max(range(num_texts), key=lambda i: len(chosen[i].prompt))
+            for _ in range(2):
+                (alone,) = await recited(client, [chosen[number]])
+                assert alone.logprobs == cold[number].logprobs
             counters = daemon.daemon.loop.planner.counters
             assert counters.num_retracted and counters.cached_tokens, repr(counters)
         cores = [ranks.workers[rank].daemon.core for rank in range(tp_size * dp_size)]

@@ -42,6 +42,9 @@ COMMANDS: dict[str, str | NotHere] = {
     "make check": _CI,
     ".venv/bin/python -m pytest -q tests/unit tests/contract": _CI,
     ".venv/bin/python -m pytest -q tests/mesh/test_recitation.py": _CI,
+    ".venv/bin/python -m pytest -q $(git grep -l daemons.router 'tests/unit/test_*' 'tests/hostile/test_*' "
+    "'tests/contract/test_*')": _CI,
+    ".venv/bin/python -m pytest -q tests/mesh/test_router_*.py": _CI,
     "radixmesh serve ./my-model": _OWN_MODEL,
     "radixmesh serve ./my-model --served-model-name mine,default --port 8080 --gpu cpu": _OWN_MODEL,
     "radixmesh serve ./my-model --gpu cuda": _GPU,

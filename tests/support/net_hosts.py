@@ -60,6 +60,8 @@ def net_hosts(num: int) -> Iterator[list[NetHost]]:
         yield hosts
     finally:
         for host in hosts:
+            # At once, with the end inside: that of a namespace would go some time after its last process.
+            _ip("link", "del", host.link, check=False)
             _ip("netns", "del", host.name, check=False)
         _ip("link", "del", bridge, check=False)
 

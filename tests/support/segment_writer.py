@@ -20,6 +20,14 @@ from radixmesh.daemons.worker.plans.host_records import HostRecords
 
 NUM_PAGES, PAGE_BYTES, PAGE_SIZE = 60, 8_000, 2
 IDENTITY = b"i" * 32
+LIMITS = Limits(
+    page_size=PAGE_SIZE,
+    num_pages=NUM_PAGES,
+    num_slots=1,
+    max_tokens_per_step=1,
+    vocab_size=1 << 30,
+    max_total_len=1 << 20,
+)
 
 
 def segment_at(path: Path, **changes: object) -> HostSegment:
@@ -28,15 +36,7 @@ def segment_at(path: Path, **changes: object) -> HostSegment:
 
 
 def records_on(segment: HostSegment) -> HostRecords:
-    limits = Limits(
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        num_slots=1,
-        max_tokens_per_step=1,
-        vocab_size=1 << 30,
-        max_total_len=1 << 20,
-    )
-    return HostRecords(limits, segment)
+    return HostRecords(LIMITS, segment)
 
 
 def bytes_of(prefix: IntArray, name: str) -> bytes:

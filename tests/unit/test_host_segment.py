@@ -12,14 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.segment_writer import NUM_PAGES, PAGE_BYTES, PAGE_SIZE, bytes_of, records_on, save, segment_at
+from support.segment_writer import LIMITS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, bytes_of, records_on, save, segment_at
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import PageMove
 from radixmesh.daemons.worker import host_segment
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.host_segment import HostSegment
 from radixmesh.daemons.worker.plans.host_records import HostRecords
+from radixmesh.daemons.worker.plans.host_tier import HostTier
+from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 
 NONE = np.zeros(0, np.int32)
 
@@ -246,8 +250,6 @@ def test_sixty_killed_writers_leave_no_wrong_page(path: Path) -> None:
 
 
 def test_a_segment_is_opened_by_a_pool(path: Path) -> None:
-    from radixmesh.daemons.worker.host_pool import ArrayHostPool
-
     plane = np.arange(80, dtype=np.uint8).reshape(10, 8)
     for number in range(2):
         segment = HostSegment(path, identity=b"i" * 32, page_size=PAGE_SIZE)
@@ -256,3 +258,27 @@ def test_a_segment_is_opened_by_a_pool(path: Path) -> None:
             pool.save(as_ints([3, 4]), as_ints([1, 7]))
             segment.close()
         assert pool.memory[[1, 7]].tolist() == plane[[3, 4]].tolist()
+
+
+def test_a_plan_that_runs_while_the_worker_ends_changes_no_segment(path: Path) -> None:
+    """Behind close() it may be another worker's."""
+    plane = np.arange(NUM_PAGES * 8, dtype=np.uint8).reshape(NUM_PAGES, 8)
+    segment = HostSegment(path, identity=b"i" * 32, page_size=PAGE_SIZE)
+    pool = ArrayHostPool(8 * NUM_PAGES, {"kv": plane}, segment=segment)
+    tier, device = HostTier(pool, LIMITS), PageRecordTable(LIMITS)
+    names = {"previous_pages": as_ints([-1]), "namespaces": [""], "weights_version": 1}
+    device.grant(as_ints([3, 4]), np.array([2]), **names)
+    device.filled[[3, 4]] = PAGE_SIZE
+
+    def moved(device_page: int, host_page: int) -> PageMove:
+        return PageMove(device_pages=as_ints([device_page]), host_pages=as_ints([host_page]), previous_page=-1)
+
+    tier.save([moved(3, 1)], device, 1)
+    tier.close()
+    for late in (lambda: tier.save([moved(4, 1)], device, 1), tier.flush, tier.reset):
+        with pytest.raises(RuntimeError, match="the worker ends"):
+            late()
+    tier.take_loaded(device)
+    again = HostSegment(path, identity=b"i" * 32, page_size=PAGE_SIZE)
+    rows = again.open(NUM_PAGES, 8)
+    assert again.committed().pages.tolist() == [1] and rows[1].tolist() == plane[3].tolist()

@@ -550,3 +550,9 @@ def test_a_load_waits_for_the_steps_that_used_its_pages_and_for_no_others(monkey
            loads=(move([9], [5], op_id=3),))  # fmt: skip
     launch(7, has_forward=False, loads=(move([25, 21], [5, 6], op_id=4),), releases=(Release(slot=3, generation=1),))
     assert behind[2:] == [DONE, None]
+    # A step without a forward lies between the one that uses the pages and the release.
+    running = launch(8, admits=(admit(0, PROMPT, generation=2),), grants=(grant(0, [26, 27, 28, 29]),),
+                     chunks=(chunk(0, 12),))  # fmt: skip
+    launch(9, has_forward=False)
+    launch(10, has_forward=False, loads=(move([26], [5], op_id=5),), releases=(Release(slot=0, generation=2),))
+    assert behind[4:] == [running.event] and not running.event.is_done

@@ -181,6 +181,8 @@ def test_a_rank_takes_the_section_of_its_dp_rank(first, second):
         theirs = plan_from_proto(message, dp_rank)
         assert (theirs.epoch, theirs.step_id) == (first.epoch, first.step_id)
         assert _plain(theirs.admits) == _plain(plan.admits) and _plain(theirs.decode_set) == _plain(plan.decode_set)
+        # Also that of a rank without chunks.
+        assert theirs.may_have_chunks
     with pytest.raises(MeshError, match=r"ranks\[2\] is missing"):
         plan_from_proto(message, 2)
 
@@ -392,5 +394,5 @@ def _plain(value):
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.compare}
     return value

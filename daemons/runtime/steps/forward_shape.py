@@ -14,6 +14,8 @@ DISPATCH_TO_PROTO = {
     DispatchMode.LOW_LATENCY: worker_pb2.EXPERT_DISPATCH_LOW_LATENCY,
 }
 
+ONLY_DECODES = frozenset({worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE})
+"""Modes of forwards in which no rank has chunks."""
 _FORWARD_MODES = frozenset(worker_pb2.ForwardMode.values()) - {worker_pb2.FORWARD_MODE_UNSPECIFIED}
 
 
@@ -29,7 +31,7 @@ def check_shape(header: worker_pb2.PlanHeader, *, has_chunks: bool) -> None:
     mode = header.shape.mode
     if mode not in _FORWARD_MODES:
         raise missing_field("header.shape.mode")
-    if has_chunks and mode in (worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE):
+    if has_chunks and mode in ONLY_DECODES:
         message = f"the plan has chunks, its mode is {worker_pb2.ForwardMode.Name(mode)}: send EXTEND or MIXED"
         raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "header.shape.mode"})
 

@@ -197,6 +197,8 @@ class StepPlan:
     """Data-parallel ranks without tokens, which take part in collectives."""
     dispatch: DispatchMode = DispatchMode.UNSPECIFIED
     """Of experts that are divided among ranks; the same on all of them, as everything that the header says."""
+    may_have_chunks: bool = field(default=False, compare=False)
+    """Some rank's section may have chunks, as the header of a plan that came says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

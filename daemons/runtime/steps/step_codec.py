@@ -17,7 +17,13 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
 from radixmesh.daemons.runtime.steps.field_checks import check_at_least, check_int32, check_lengths, ids_from
-from radixmesh.daemons.runtime.steps.forward_shape import DISPATCH_MODES, DISPATCH_TO_PROTO, check_shape, missing_field
+from radixmesh.daemons.runtime.steps.forward_shape import (
+    DISPATCH_MODES,
+    DISPATCH_TO_PROTO,
+    ONLY_DECODES,
+    check_shape,
+    missing_field,
+)
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import (
     Admit,
@@ -102,6 +108,7 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
             has_forward=header.HasField("shape"),
             max_tokens_per_rank=header.shape.max_tokens_per_rank,
             dispatch=DISPATCH_MODES[header.shape.dispatch],
+            may_have_chunks=header.shape.mode not in ONLY_DECODES,
         )
     chunks = _chunks(rank)
     check_shape(header, has_chunks=bool(chunks))
@@ -124,6 +131,7 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         has_forward=header.HasField("shape"),
         max_tokens_per_rank=header.shape.max_tokens_per_rank,
         dispatch=DISPATCH_MODES[header.shape.dispatch],
+        may_have_chunks=header.shape.mode not in ONLY_DECODES,
     )
     if rank.HasField("saves") or rank.HasField("loads"):
         saves, loads = _page_moves(rank.saves, "saves"), _page_moves(rank.loads, "loads", have_ids=True)

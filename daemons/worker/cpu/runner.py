@@ -120,7 +120,9 @@ class CpuRunner(ModelRunner):
         if self._drafter is not None:
             self._drafter.admitted(admit.slot)
 
-    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+    def set_dispatch_mode(
+        self, dispatch: DispatchMode, max_tokens_per_rank: int, *, may_have_chunks: bool = False
+    ) -> None:
         self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
         self._most_rows = max_tokens_per_rank
 

@@ -78,7 +78,7 @@ class Device(ABC):
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Records `work`, which has run before and does not now; what replays it gives its result, the same memory each
-        time."""
+        time, until another graph is replayed. docs/gpu-design.md has the rules that `work` keeps."""
 
     @contextmanager
     def in_order(self) -> Iterator[None]:

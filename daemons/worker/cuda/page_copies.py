@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ MIN_ROW_BYTES = 8192
 _STAGE_BYTES = 32 << 20
 _STAGE_PROGRAMS = 264
 _MAX_PITCH = (1 << 31) - 1
+PACE = 256
+"""Copies of the driver's call from one event to the next."""
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 # Fields of the driver's CUDA_MEMCPY2D, 8 bytes each: (type, host address, device address, pitch) of source and target.
 _NUM_FIELDS, _SOURCE, _TARGET, _WIDTH, _HEIGHT = 16, (2, 3, 4, 6), (9, 10, 11, 13), 14, 15
@@ -165,8 +168,13 @@ def best_of(ways: Sequence[PageCopies], seconds: Sequence[float]) -> PageCopies:
     return ways[min(range(len(ways)), key=lambda index: seconds[index] * ways[index].handicap)]
 
 
+class _Awaited(Protocol):
+    def synchronize(self) -> object:
+        """Blocks without the interpreter's lock."""
+
+
 def driver_call() -> CopyCall:
-    """The driver's call, on the current context. Raises OSError where there is no driver."""
+    """The driver's call, on the current context and stream. Raises OSError where there is no driver."""
     # Keeps the interpreter's lock: a call takes a microsecond or two, and to get the lock back may take milliseconds.
     function = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
@@ -175,7 +183,34 @@ def driver_call() -> CopyCall:
         if status := function(address, stream):
             raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {status}")
 
-    return call
+    return paced(call, _recorded)
+
+
+def paced(call: CopyCall, record: Callable[[], _Awaited]) -> CopyCall:
+    """The same, for streams that never have more than 2 x PACE copies to do.
+
+    A stream's queue has an end (about a thousand operations), where the driver waits for room. It would do so with the
+    interpreter's lock, and copies may be behind a step that waits for a lost rank: nobody could end that step.
+    record: an event behind all work of the current stream.
+    """
+    num_started: dict[int, int] = {}
+    last: dict[int, _Awaited] = {}
+
+    def start(address: int, stream: int) -> None:
+        call(address, stream)
+        num = num_started[stream] = num_started.get(stream, 0) + 1
+        if num % PACE == 0:
+            before, last[stream] = last.get(stream), record()
+            if before is not None:
+                before.synchronize()
+
+    return start
+
+
+def _recorded() -> _Awaited:
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _runs(

@@ -264,7 +264,9 @@ class DeviceRunner(ModelRunner):
         if isinstance(self.expert_moves, DeviceExpertMoves):
             self.expert_moves.forget_picks()
 
-    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+    def set_dispatch_mode(
+        self, dispatch: DispatchMode, max_tokens_per_rank: int, *, may_have_chunks: bool = False
+    ) -> None:
         experts = self._experts
         if experts is None:
             return
@@ -272,6 +274,9 @@ class DeviceRunner(ModelRunner):
         # The same on all ranks: they have agreed on the sizes of graphs.
         room = self._decodes.graphs.bucket(max_tokens_per_rank) or max_tokens_per_rank
         experts.room = room if is_low_latency else 0
+        if may_have_chunks and self._decodes.is_cut():
+            # A rank with chunks runs them whole: rows of two halves and of a whole would meet in one collective.
+            experts.room = 0
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True

@@ -168,7 +168,9 @@ class StepExecutor:
 
     def _launch(self, plan: StepPlan, batch: ForwardBatch, ready_ns: int) -> StepHandle[StepResult]:
         most, builder = self.runner.max_tokens_per_row, self._builder(plan)
-        self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
+        self.runner.set_dispatch_mode(
+            plan.dispatch, plan.max_tokens_per_rank, may_have_chunks=plan.may_have_chunks or bool(plan.chunks)
+        )
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
@@ -269,9 +271,10 @@ class StepExecutor:
         return spent_ns
 
     def _event_of(self, step_id: int) -> DeviceEvent:
-        """Behind all that a step does on the device."""
-        step = self._launched.get(step_id)
-        return DONE if step is None else step.event
+        """Behind all that steps up to this one do on the device: a step may have no forward, and those before it may
+        still run."""
+        newest = max((launched for launched in self._launched if launched <= step_id), default=None)
+        return DONE if newest is None else self._launched[newest].event
 
     def _guide_of(self, admit: Admit) -> Guide | None:
         """The guide of a request with a grammar; where there can be none, its slot has failed."""

@@ -1,5 +1,6 @@
-"""Rows of outputs that follow a grammar: those whose mask is late yield nothing in a step, and no other row waits for
-them longer than the limit of a launch (docs/limits.md: 50 ms on a CPU, 2 ms on a GPU).
+"""Rows of outputs that follow a grammar: those whose mask is late yield nothing in a step.
+
+No other row waits for long: a launch gives all masks together 50 ms on a CPU, and 2 ms on a GPU.
 
     decode segment, mask late        left out of the forward: nothing is computed
     last chunk of a prompt, late     computes all tokens but the last one, which the next step decodes

@@ -100,6 +100,9 @@ class HostTier:
         self._last_op = 0
         # Of each device page, the last step by which slots that held it have left, 0 = none of this epoch.
         self._last_steps = np.zeros(limits.num_pages, np.int64)
+        # Plans that were queued may still run while the worker ends: a segment is another worker's behind close().
+        self._ending = threading.RLock()
+        self._is_closed = False
 
     @property
     def next_event(self) -> DeviceEvent:
@@ -120,7 +123,12 @@ class HostTier:
         return _joined([load.host_pages for load in self._loading])
 
     def save(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
-        """Copies pages to the host, records included."""
+        """Copies pages to the host, records included. Raises RuntimeError behind close()."""
+        with self._ending:
+            self._refuse_closed()
+            self._save(moves, device, weights_version)
+
+    def _save(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
         _chain(moves, device, self.records, weights_version, to_host=True)
         self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
         if self.pool.segment is not None:
@@ -189,10 +197,11 @@ class HostTier:
 
     def _commit_saves(self) -> None:
         """Commits what has been copied by now."""
-        while self._saving and self._saving[0].event.is_done:
-            save = self._saving.popleft()
-            save.event.wait()  # Raises what the device says if it has failed.
-            self.records.commit(save.pages, save.generations)
+        with self._ending:
+            while not self._is_closed and self._saving and self._saving[0].event.is_done:
+                save = self._saving.popleft()
+                save.event.wait()  # Raises what the device says if it has failed.
+                self.records.commit(save.pages, save.generations)
 
     def take_loaded(self, device: PageRecordTable) -> tuple[int, ...]:
         """Op ids of loads that have completed and were not told of yet."""
@@ -219,24 +228,34 @@ class HostTier:
         self._last_steps[self._last_steps != _BESIDE_STEPS] = 0
 
     def flush(self) -> None:
-        """Empties all host pages; no copy runs."""
-        self.records.flush()
+        """Empties all host pages; no copy runs. Raises RuntimeError behind close()."""
+        with self._ending:
+            self._refuse_closed()
+            self.records.flush()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the worker ends, and its host memory may be another's")
 
     def close(self) -> None:
-        """No step runs any more."""
+        """Nothing is saved any more. Any thread."""
         if self.store is not None:
             self.store.close()
-        if (segment := self.pool.segment) is not None:
-            try:
-                self.pool.wait()
-                self._commit_saves()
-            except RuntimeError as error:
-                # Of a device that has failed: what it was copying stays uncommitted.
-                _log.warning("host_kv_not_committed", error=repr(error))
-            segment.close()
+        with self._ending:
+            segment = self.pool.segment
+            if segment is not None:
+                try:
+                    self.pool.wait()
+                    self._commit_saves()
+                except RuntimeError as error:
+                    # Of a device that has failed: what it was copying stays uncommitted.
+                    _log.warning("host_kv_not_committed", error=repr(error))
+                segment.close()
+            self._is_closed = True
 
     def reset(self) -> None:
-        """As in a new process: every rank of a new group begins with what all have."""
+        """As in a new process: every rank of a new group begins with what all have. Raises RuntimeError behind
+        close()."""
         for load in self._loading:
             load.event.wait()
         self.pool.wait()
@@ -245,7 +264,9 @@ class HostTier:
         self._loaded.clear()
         self._last_op = 0
         self._last_steps[self._last_steps != _BESIDE_STEPS] = 0
-        self.records.reset()
+        with self._ending:
+            self._refuse_closed()
+            self.records.reset()
         if self.store is not None:
             self.store.reset()
 

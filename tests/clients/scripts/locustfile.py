@@ -1,10 +1,23 @@
-"""locust: users that complete and stream."""
+"""locust: users that complete and stream, until they have done it NUM_REQUESTS times together."""
 
 import os
 
-from locust import HttpUser, task
+import gevent
+from locust import HttpUser, events, task
 
 MODEL = os.environ["MODEL"]
+NUM_REQUESTS = int(os.environ["NUM_REQUESTS"])
+
+
+@events.init.add_listener
+def end_in_time(environment, **_):
+    """A run by the clock alone may end before anything was answered, on a machine that is busy."""
+
+    def count(**_):
+        if environment.stats.total.num_requests >= NUM_REQUESTS:
+            gevent.spawn(environment.runner.quit)
+
+    environment.events.request.add_listener(count)
 
 
 class Reader(HttpUser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -72,11 +73,12 @@ class CollectedOutput:
 
 @dataclass(slots=True, kw_only=True)
 class CollectedRequest:
-    """The answer to one prompt."""
+    """The answer to one prompt. first_token: when its first output came, by the monotonic clock; None until then."""
 
     _resolved: ResolvedRequest | None = None
     outputs: list[CollectedOutput] = field(default_factory=list)
     prompt_logprobs: LogprobRun | None = None
+    first_token: float | None = None
 
     @property
     def resolved(self) -> ResolvedRequest:
@@ -93,6 +95,8 @@ class CollectedRequest:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = LogprobRun()
             self.prompt_logprobs.add(update.prompt_logprobs)
+        if update.deltas and self.first_token is None:
+            self.first_token = time.monotonic()
         for delta in update.deltas:
             output = self.outputs[delta.index]
             output.ids.frombytes(delta.ids)

@@ -64,7 +64,7 @@ class OllamaEndpoint:
         if body.is_streamed:
             return EventStream(self._context, [generate], OllamaLines(form, plan), headers, constrained_by=by)
         (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
-        message = whole_message(answer, plan)
+        message, form.first_token = whole_message(answer, plan), answer.first_token
         return JSONResponse(form.last(answer.outputs[0].ending, message), headers=headers)
 
     def _loaded(self, body: OllamaRequest, form: OllamaForm) -> Response:

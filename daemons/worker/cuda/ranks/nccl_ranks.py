@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -71,14 +72,17 @@ class NcclRanks:
 
     def sum(self, x: torch.Tensor) -> None:
         """Adds the others' x to x in place."""
-        self._group.allreduce([x]).wait()  # type: ignore[attr-defined]
+        with _aborts_told(self._ranks):
+            self._group.allreduce([x]).wait()  # type: ignore[attr-defined]
 
     def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """[ranks, *x.shape]: every rank's x. It travels beside what the current stream is given next; the stream waits
         for it when the result is called for, which is to be done once."""
         x = x.contiguous()
         gathered = x.new_empty(self._ranks.size, *x.shape)
-        return _waited(self._group._allgather_base(gathered.view(-1), x.view(-1)), gathered, x)  # type: ignore[attr-defined]
+        with _aborts_told(self._ranks):
+            work = self._group._allgather_base(gathered.view(-1), x.view(-1))  # type: ignore[attr-defined]
+        return _waited(self._ranks, work, gathered, x)
 
     def start_all_to_all(
         self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]
@@ -87,7 +91,9 @@ class NcclRanks:
         x = x.contiguous()
         came = x.new_empty(sum(from_ranks), *x.shape[1:])
         options = dist.AllToAllOptions()
-        return _waited(self._group.alltoall_base(came, x, list(from_ranks), list(to_ranks), options), came, x)  # type: ignore[attr-defined]
+        with _aborts_told(self._ranks):
+            work = self._group.alltoall_base(came, x, list(from_ranks), list(to_ranks), options)  # type: ignore[attr-defined]
+        return _waited(self._ranks, work, came, x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return self.start_gather(x)()
@@ -98,12 +104,24 @@ class NcclRanks:
         return self._process_group
 
 
-def _waited(work: dist.Work, result: torch.Tensor, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
+@contextmanager
+def _aborts_told(ranks: RankGroup) -> Iterator[None]:
+    """Raises CollectiveAborted for what the library says of a communicator that was aborted since the last check: the
+    step left because another rank was lost, and nothing died here."""
+    try:
+        yield
+    except RuntimeError:
+        ranks.check()
+        raise
+
+
+def _waited(ranks: RankGroup, work: dist.Work, result: torch.Tensor, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
     # The input has to stay until then: the stream of the collective does not keep its memory.
     kept = [sent]
 
     def wait() -> torch.Tensor:
-        work.wait()
+        with _aborts_told(ranks):
+            work.wait()
         kept.clear()
         return result
 

@@ -89,7 +89,7 @@ class DecodeSteps:
             if self._experts is not None:
                 self._experts.room = num_rows
             stage = partial(self._stage, rows, num_rows)
-            for variant in ("",) if self._is_cut() else self._attention.variants(num_rows):
+            for variant in ("",) if self.is_cut() else self._attention.variants(num_rows):
                 self.graphs.capture(num_rows, variant, partial(self._compute, sampler, num_rows, variant), stage)
 
     def launch_all(self, sampler: SlotSampler) -> None:
@@ -107,7 +107,7 @@ class DecodeSteps:
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
         if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
             bucket = self.graphs.bucket(num_rows) if experts is None else self.graphs.of_size(experts.room)
-            is_cut = self._is_cut()
+            is_cut = self.is_cut()
             # Halves are as long on all ranks.
             least = experts.room if experts is not None and is_cut else 1
             step = host_step(rows, (), bucket or max(num_rows, least), num_admissions)
@@ -158,7 +158,7 @@ class DecodeSteps:
             self._model.embedding_VD,
             use_pdl=self._use_pdl,
         )
-        if self._is_cut():
+        if self.is_cut():
             hidden_TD = self._in_halves(x_TD, views.attention(tables))
         else:
             attention = self._attention.begin(views.attention(tables), variant)
@@ -170,7 +170,7 @@ class DecodeSteps:
         sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
 
-    def _is_cut(self) -> bool:
+    def is_cut(self) -> bool:
         """True if the next step runs as two halves: the same on all ranks, which have agreed on its room."""
         experts, second = self._experts, self._second
         return experts is not None and second is not None and experts.room >= max(2, second.min_rows)
