@@ -160,6 +160,26 @@ async def test_memory_stays_the_writers_while_its_kernel_runs(end: str) -> None:
         assert sender.num_failed == transfers.num_failed == 1
 
 
+async def test_a_process_that_ends_does_not_say_that_its_kernel_is_over() -> None:
+    """All of its tasks are cancelled, also the one that waits for the kernel."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        device_of(both, 0).goes_on.clear()
+        region = await both.prepare()
+        running = asyncio.ensure_future(_ended(both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)))
+        await until(lambda: device_of(both, 0).num_gathered == 1)
+        for task in asyncio.all_tasks():
+            if task.get_coro().__name__ == "_copied":  # type: ignore[union-attr]
+                task.cancel()
+        running.cancel()
+        transfers = both.core(1).transfers
+        await until(lambda: not both.core(0).transfers._senders)
+        transfers.abort("t")
+        await asyncio.sleep(0.3)
+        assert transfers.staging.num_bytes == transfers.receiver.num_quarantined_bytes == region.num_bytes
+        device_of(both, 0).goes_on.set()
+
+
 async def test_a_call_that_is_cancelled_leaves_no_kernel_behind() -> None:
     """As of a scheduler that dies while its chunk is gathered."""
     async with pair(transfer_transport=DEVICE, has_devices=True) as both:

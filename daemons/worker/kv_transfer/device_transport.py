@@ -200,18 +200,23 @@ async def _writing(
     own = HostProcess.own()
     control[_WRITER] = np.array([own.pid, own.started], "<i8").view(np.uint8)
     control[_IS_ON_DEVICE] = 1
+    writer = DeviceWriter(words, device, mapping.memory.part(region.device.offset, region.num_bytes))
     try:
         # The receiver hears of its writer before that writes.
         await words.begin()
         require_wanted(control)
-        yield DeviceWriter(words, device, mapping.memory.part(region.device.offset, region.num_bytes))
+        yield writer
     finally:
-        control[_IS_WRITER_OVER] = 1
+        control[_IS_WRITER_OVER] = not writer.is_left_running
 
 
 class DeviceWriter(KvWriter):
     def __init__(self, words: GrpcWriter, device: KvDevice, target: DevicePiece) -> None:
         self._words, self._device, self._target = words, device, target
+        self.is_left_running = False
+
+    def left_running(self) -> None:
+        self.is_left_running = True
 
     def place(self, offset: int, num_bytes: int) -> DevicePiece:
         return self._target.part(offset, num_bytes)

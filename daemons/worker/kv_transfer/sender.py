@@ -147,7 +147,7 @@ class KvSender:
             # The target is not left before it has run, whatever becomes of this call.
             placing: asyncio.Future[object] = asyncio.ensure_future(gather(place))
             self._placing.add(placing)
-            placing.add_done_callback(self._placing.discard)
+            placing.add_done_callback(self._placed)
             await asyncio.shield(placing)
             return Chunk(offset, size, None, is_last=is_last)
         chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
@@ -159,6 +159,10 @@ class KvSender:
             self._pool.give_back(size)
             raise
         return chunk
+
+    def _placed(self, placing: asyncio.Future[object]) -> None:
+        if not placing.cancelled():
+            self._placing.discard(placing)
 
     def _start(self) -> None:
         """Begins to write."""
@@ -187,6 +191,8 @@ class KvSender:
                 finally:
                     self._target = None
                     await until_done(self._placing)
+                    if any(placing.cancelled() for placing in self._placing):
+                        target.left_running()
             self._is_sent = True
         except (MeshError, TimeoutError) as error:
             message = str(error) or "no chunk came"

@@ -79,6 +79,10 @@ class KvWriter(ABC):
         this writer is left; None: all is given to write()."""
         return None
 
+    def left_running(self) -> None:
+        """Nobody has waited for a copy to where place() says, since this process ends: its end says so."""
+        return
+
     async def placed(self, num_bytes: int) -> None:
         """So many bytes were written where place() says. Raises MeshError."""
         raise NotImplementedError
