@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from radixmesh.daemons.worker.kv_transfer import peer_channels
+from radixmesh.daemons.runtime.rpc import peer_channels
 
 
 class Channel:

@@ -13,11 +13,11 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
+from radixmesh.daemons.runtime.rpc.peer_channels import PeerChannels
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, check_device_memory
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
-from radixmesh.daemons.worker.kv_transfer.peer_channels import PeerChannels
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import (

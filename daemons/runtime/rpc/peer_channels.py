@@ -1,4 +1,4 @@
-"""Channels to the workers that KV was sent to lately: to open one takes as long as a hand-over may."""
+"""Channels to peers that were called lately: to open one takes as long as a hand-over of KV may."""
 
 from __future__ import annotations
 
