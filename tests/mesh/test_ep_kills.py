@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 
 import pytest
@@ -33,9 +34,11 @@ async def kill_under_load(plan: list[tuple[str, signal.Signals]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_no_stream_notices_a_rank_that_dies() -> None:
-    """Rank 0: with it the group's store is gone."""
-    await kill_under_load([("worker", signal.SIGKILL)])
+async def test_no_stream_notices_dead_ranks_and_schedulers_nor_one_that_hangs() -> None:
+    """With rank 0 the group's store is gone."""
+    plan = [(service, signal.SIGKILL) for service in ("worker", "worker-rank-1", "scheduler") for _ in range(3)]
+    random.Random(SEED).shuffle(plan)
+    await kill_under_load([*plan, ("worker-rank-1", signal.SIGSTOP)])
 
 
 @pytest.mark.full
