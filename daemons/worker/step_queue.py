@@ -67,24 +67,16 @@ class StepQueue:
 
     async def run(self, job: Callable[[], T]) -> T:
         """Runs `job` after all that were queued before are finished; its result or exception."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
 
-        def run() -> None:
+        def after_all() -> T:
             self._finish_all()
-            try:
-                result = job()
-            except BaseException as error:
-                _call_on(loop, _fail, (done, error))
-                return
-            _call_on(loop, _succeed, (done, result))
+            return job()
 
-        self._jobs.put(run)
-        return await done
+        return await self.start(after_all)
 
     async def start(self, job: Callable[[], T]) -> T:
-        """Runs `job`, which waits for nothing, behind all that was queued before, without waiting for that to finish;
-        its result or exception."""
+        """Runs `job` behind all that was queued before, whose steps may still run on the device; its result or
+        exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

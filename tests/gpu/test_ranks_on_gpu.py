@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -55,52 +56,44 @@ async def test_no_stream_notices_a_dead_rank(model: str) -> None:
         assert state.num_page_violations == 0
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+TWO_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+
+
+async def recite_and_lose_a_rank(
+    compose: str,
+    model: str,
+    flags: Mapping[str, object],
+    scheduler: Mapping[str, object] | None = None,
+    times: int = 1,
+) -> None:
+    """flags: of both workers."""
+    jobs = texts(model, range(170))
+    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], **flags}}
+    async with running_mesh(
+        compose, model=model, worker={**WORKER, **flags}, services=services, scheduler=dict(scheduler or {})
+    ) as mesh:
+        for _ in range(times):
+            got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+            assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
+        longer = texts(model, range(150, 310))
+        await kill_in_turn(mesh, longer, [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18)
+        assert mesh.bugs == []
+
+
+@TWO_GPUS
 @pytest.mark.parametrize("transport", ["nccl", "host"])
 async def test_recitations_of_ranks_that_share_experts(transport: str) -> None:
-    jobs = texts("tiny-deepseek", range(170))
-    worker = {**WORKER, "ep_transport": transport}
-    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], "ep_transport": transport}}
-    async with running_mesh("dp-ep", model="tiny-deepseek", worker=worker, services=services) as mesh:
-        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
-        wrong = [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers]
-        assert wrong == []
-        await kill_in_turn(
-            mesh, texts("tiny-deepseek", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
-        )
-        assert mesh.bugs == []
+    await recite_and_lose_a_rank("dp-ep", "tiny-deepseek", {"ep_transport": transport})
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+@TWO_GPUS
 async def test_recitations_in_halves_while_experts_move() -> None:
     """Captured steps of two halves; experts move at each chance, also when a rank has come back."""
-    jobs = texts("tiny-deepseek", range(170))
     flags = {"ep_transport": "nccl", "two_batch_min_rows": 2, "ep_redundant_experts": 2}
-    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], **flags}}
     scheduler = {"expert_balance_threshold": 1.0, "expert_balance_interval_s": 0.5}
-    worker = {**WORKER, **flags}
-    async with running_mesh(
-        "dp-ep", model="tiny-deepseek", worker=worker, services=services, scheduler=scheduler
-    ) as mesh:
-        for _ in range(3):
-            got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
-            wrong = [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers]
-            assert wrong == []
-        await kill_in_turn(
-            mesh, texts("tiny-deepseek", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
-        )
-        assert mesh.bugs == []
+    await recite_and_lose_a_rank("dp-ep", "tiny-deepseek", flags, scheduler, times=3)
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL has one rank a GPU: two GPUs are needed")
+@TWO_GPUS
 async def test_recitations_with_sums_by_nccl() -> None:
-    jobs = texts("tiny-llama", range(170))
-    worker = {**WORKER, "tp_collectives": "nccl"}
-    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], "tp_collectives": "nccl"}}
-    async with running_mesh("tp2", model="tiny-llama", worker=worker, services=services) as mesh:
-        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
-        assert [job.name for job, answers in zip(jobs, got, strict=True) if answers != job.answers] == []
-        await kill_in_turn(
-            mesh, texts("tiny-llama", range(150, 310)), [("worker-rank-1", signal.SIGKILL)], num_streams=3, seed=18
-        )
-        assert mesh.bugs == []
+    await recite_and_lose_a_rank("tp2", "tiny-llama", {"tp_collectives": "nccl"})

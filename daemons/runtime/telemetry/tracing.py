@@ -1,4 +1,4 @@
-"""Spans of requests, for who wants to see where their time goes. No OpenTelemetry here: it is imported when it is on.
+"""Spans of requests, which show where their time goes. No OpenTelemetry here: it is imported when it is on.
 
 A span belongs under the one whose context (a W3C traceparent) it is given. Contexts travel with requests: in metadata
 of unary calls and of clients' calls, in messages of streams, which carry many requests. Only routers begin traces; all

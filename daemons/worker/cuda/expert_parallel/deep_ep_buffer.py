@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 from types import ModuleType
 
 import torch
@@ -15,7 +14,8 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape, Receive, receiver
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
+from radixmesh.daemons.worker.cuda.expert_parallel.library_buffer import LibraryBuffer
 from radixmesh.daemons.worker.group_member import RankLost
 
 # Handles and ids that ranks tell each other are some hundred bytes.
@@ -46,7 +46,7 @@ def deep_ep_bytes(module: ModuleType, shape: BufferShape) -> int:
     return num_bytes
 
 
-class DeepEpBuffer:
+class DeepEpBuffer(LibraryBuffer):
     """Buffer of one generation."""
 
     id_dtype = torch.int64
@@ -75,36 +75,9 @@ class DeepEpBuffer:
         # Nobody sends before all have cleaned theirs.
         ranks.stack(torch.zeros(1))
 
-    def dispatch(
-        self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
-        shape = self._shape
-        x_PXD, counts_P, handle, _, hook = self._buffer.low_latency_dispatch(
-            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
-        )
-        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, slots_TA)
-
-    def combine(
-        self,
-        results_PXD: torch.Tensor,
-        slots_TA: torch.Tensor,
-        weights_TA: torch.Tensor,
-        handle: object,
-        *,
-        is_split: bool,
-    ) -> tuple[torch.Tensor, Receive]:
-        combined_TD, _, hook = self._buffer.low_latency_combine(
-            results_PXD, slots_TA, weights_TA, handle, return_recv_hook=is_split
-        )
-        return combined_TD, receiver(hook if is_split else None, results_PXD, slots_TA, weights_TA)
-
     def masked(self) -> torch.Tensor | None:
         self._buffer.low_latency_query_mask_buffer(self._mask_N)
         return self._mask_N
-
-    def destroy(self) -> None:
-        # On a thread of its own: a rank that is gone may be waited for.
-        threading.Thread(target=self._buffer.destroy, name="buffer-leaves", daemon=True).start()
 
 
 class HostComm:

@@ -7,7 +7,6 @@ high-throughput mode is for several hosts alone, and not used here.
 from __future__ import annotations
 
 import importlib
-import threading
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,8 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape, Receive, receiver
+from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
+from radixmesh.daemons.worker.cuda.expert_parallel.library_buffer import LibraryBuffer
 from radixmesh.daemons.worker.group_member import RankLost
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def nixl_bytes(module: ModuleType, shape: BufferShape) -> int:
     return num_bytes
 
 
-class NixlBuffer:
+class NixlBuffer(LibraryBuffer):
     """Buffer of one generation."""
 
     def __init__(self, module: ModuleType, ranks: RankGroup, shape: BufferShape, device: torch.device) -> None:
@@ -77,36 +77,9 @@ class NixlBuffer:
         # Nobody sends before all are connected.
         ranks.stack(torch.zeros(1))
 
-    def dispatch(
-        self, x_TD: torch.Tensor, slots_TA: torch.Tensor, *, is_split: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, object, Receive]:
-        shape = self._shape
-        x_PXD, counts_P, handle, _, hook = self._buffer.low_latency_dispatch(
-            x_TD, slots_TA, shape.max_rows, shape.num_slots, use_fp8=False, return_recv_hook=is_split
-        )
-        return x_PXD, counts_P, handle, receiver(hook if is_split else None, x_TD, slots_TA)
-
-    def combine(
-        self,
-        results_PXD: torch.Tensor,
-        slots_TA: torch.Tensor,
-        weights_TA: torch.Tensor,
-        handle: object,
-        *,
-        is_split: bool,
-    ) -> tuple[torch.Tensor, Receive]:
-        combined_TD, _, hook = self._buffer.low_latency_combine(
-            results_PXD, slots_TA, weights_TA, handle, return_recv_hook=is_split
-        )
-        return combined_TD, receiver(hook if is_split else None, results_PXD, slots_TA, weights_TA)
-
     def masked(self) -> torch.Tensor | None:
         self._buffer.query_mask_buffer(self._mask_N)
         return self._mask_N
-
-    def destroy(self) -> None:
-        # On a thread of its own: a rank that is gone may be waited for.
-        threading.Thread(target=self._buffer.destroy, name="buffer-leaves", daemon=True).start()
 
 
 def _store(ranks: RankGroup) -> Store:
