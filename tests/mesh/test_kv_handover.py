@@ -352,7 +352,7 @@ async def test_an_aborted_prompt_ends_the_transfer_that_it_had_begun() -> None:
         assert seen.finished.reason == common_pb2.FINISH_REASON_ABORT
         await until(both.is_clean)
         assert both.planner(1).arrivals.num_failed == 1 and not transfers._senders
-        assert not planner.handovers._sent
+        assert not planner.handovers._sending
 
 
 async def test_a_chunk_whose_pages_are_gone_fails_the_transfer_and_not_the_output() -> None:

@@ -51,8 +51,9 @@ class HostKvDevice(KvDevice):
         self.goes_on.set()
         self.num_gathered = self.num_scattered = 0
 
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
         assert self._runner is not None
+        after.wait()
         data = self._runner.read_kv(indexes, part).tobytes()
         assert len(data) == target.num_bytes
 
@@ -63,7 +64,9 @@ class HostKvDevice(KvDevice):
         self.num_gathered += 1
         return Copied(CopyEvent(self._copies.submit(copy)))
 
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
+    def scatter(
+        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+    ) -> Copied:
         assert self._runner is not None
         data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
         self._runner.write_kv(indexes, data, part)

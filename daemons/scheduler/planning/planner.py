@@ -391,5 +391,6 @@ class Planner:
 
     def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
         enter_in_flight(state, plan, draft, now)
+        self.handovers.planned(state, plan.step_id)
         self.counters.planned(draft.num_chunk_tokens)
         return plan

@@ -157,7 +157,8 @@ class Prefill:
             draft.add_grants(slots, counts, pages.grant(slots, counts))
         draft.add_chunk(slot, sequence.generation, length, is_last=is_last, rank=rank)
         table.plan_chunk(slot, planned + length)
-        if is_last and sequence.submission.task is Task.GENERATE:
+        if is_last and sequence.submission.task is Task.GENERATE and sequence.submission.send_kv_to is None:
+            # One whose KV goes elsewhere ends with its first token.
             state.decode_set.join(slot)
         return True
 

@@ -1,6 +1,6 @@
 """KV that prefills elsewhere will send: the decode side of transfers. Pure: time is an argument, calls are elsewhere.
 
-RESERVING --all ranks have a region--> RESERVED --all is written--> COMMITTING --validated--> ARRIVED
+RESERVING --all ranks have a region--> RESERVED --all is written, or soon--> COMMITTING --validated--> ARRIVED
     |                                     |                             |
     +-------------------------------------+-----------------------------+--> FAILED
 
@@ -67,6 +67,8 @@ class Arrival:
     parts: tuple[RankPart, ...] = ()
     """By which the workers know it, once it is being prepared."""
     state: ArrivalState = ArrivalState.RESERVING
+    is_awaited: bool = False
+    """Committed ahead of the writer's last word: it may still be given up, and the worker says then that it was."""
     pages: IntArray = field(default_factory=empty_ints)
     sequences: list[Sequence] = field(default_factory=list)
     """Requests that wait for it: outputs of one request share its KV."""
@@ -222,15 +224,16 @@ class KvArrivals:
         num = arrival.num_tokens // state.group.page_size
         return arrival.state is not ArrivalState.RESERVED or num <= state.ranks[arrival.rank].num_available
 
-    def written(self, state: EpochState, arrival: Arrival) -> bool:
-        """All is written: pages are taken for it. False: there are none, or nobody wants it any more."""
+    def written(self, state: EpochState, arrival: Arrival, *, is_awaited: bool = False) -> bool:
+        """All is written, or soon (is_awaited): pages are taken for it. False: there are none, or nobody wants it any
+        more."""
         if arrival.state is not ArrivalState.RESERVED:
             return False
         num, pages = arrival.num_tokens // state.group.page_size, state.ranks[arrival.rank]
         if num > pages.num_available:
             self.failed(state, arrival)
             return False
-        arrival.state = ArrivalState.COMMITTING
+        arrival.state, arrival.is_awaited = ArrivalState.COMMITTING, is_awaited
         arrival.pages = pages.begin_load(num)
         return True
 
@@ -267,7 +270,11 @@ class KvArrivals:
         self.failed(state, arrival)
 
     def failed(self, state: EpochState, arrival: Arrival) -> None:
-        """Its request, if there is one, computes the prompt. A commit that runs is waited for."""
+        """Its request, if there is one, computes the prompt. A commit that runs is waited for: where it waits for the
+        last word, the workers are to end it."""
+        if arrival.state is ArrivalState.COMMITTING and arrival.is_awaited and self._is_known(arrival):
+            arrival.is_awaited = False
+            self._failed.append(arrival)
         if arrival.is_over or arrival.state is ArrivalState.COMMITTING or not self._is_known(arrival):
             return
         arrival.state = ArrivalState.FAILED
@@ -296,7 +303,7 @@ class KvArrivals:
                 # Admitted, their slots hold the lock; those that have not come in its lease will not.
                 if is_left or now >= arrival.lease_until:
                     self._drop(state, arrival)
-            elif arrival.state is not ArrivalState.COMMITTING:
+            elif arrival.state is not ArrivalState.COMMITTING or arrival.is_awaited:
                 is_late = bool(waiting) and now - arrival.heard_at >= self._patience_s
                 if is_late or is_left or now >= arrival.lease_until:
                     self.failed(state, arrival)

@@ -1,8 +1,9 @@
 """Outputs whose prompt is computed here and which go on elsewhere: the prefill side of transfers. Pure, no I/O.
 
-A request with a target runs as any other until its first token is there. Meanwhile what is computed is sent in chunks,
-from the slot's own pages: the worker compares their generations as it copies them, so nothing is locked for that. Then
-it ends here, and the pages of the last chunk stay locked in the prefix cache until the worker has gathered them.
+A request with a target runs as any other until its first token is there. Its KV is sent in chunks, from the slot's own
+pages. Each is asked for with the plan that computes it, and names that step: the worker copies it behind the step,
+without waiting for what comes of that, and compares the generations of the pages. With its first token the request ends
+here, and the pages stay locked in the prefix cache until the worker has gathered the last chunk.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handover:
     """A chunk of KV to be sent: tokens [first_token, first_token + num_tokens). rank: the data-parallel rank that has
-    it. pages: int32, from the one on that holds the first of them. held: what stays locked until it is gathered."""
+    it. pages: int32, from the one on that holds the first of them. after_step: computes the last of them."""
 
     target: KvTarget
     rank: int
@@ -33,7 +34,7 @@ class Handover:
     num_tokens: int
     pages: IntArray
     generations: IntArray
-    held: Match | None
+    after_step: int
     state: EpochState
 
     @property
@@ -46,6 +47,18 @@ CHUNK_TOKENS = 256
 """Chunks but the last are multiples of it: as staging lays tokens out."""
 
 
+@dataclass(slots=True)
+class _Sending:
+    """Of a request: tokens up to `sent` were asked for, and `planned` were as the last plan was made. last: the chunk
+    that ends it."""
+
+    sent: int
+    planned: int
+    is_meant: bool = True
+    is_begun: bool = False
+    last: Handover | None = None
+
+
 class KvHandovers:
     """Of one planner. finish: ends a live request. chunk_tokens: as many are sent ahead of the rest, 0: all at once."""
 
@@ -53,8 +66,10 @@ class KvHandovers:
         self._finish = finish
         self._chunk_tokens = -(-chunk_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
         self._running: list[Sequence] = []
-        self._sent: dict[Sequence, int] = {}
-        """Position up to which the KV of a request was sent ahead; nothing is, and 0, for one of other tokens."""
+        self._sending: dict[Sequence, _Sending] = {}
+        """Of requests from their admission until they are over."""
+        self._held: dict[Handover, Match | None] = {}
+        """What stays locked while a last chunk is gathered; None: the slot has it yet."""
         self._wanted: list[Handover] = []
         self._given_up: list[KvTarget] = []
         self.num_started = self.num_chunks = 0
@@ -62,7 +77,8 @@ class KvHandovers:
     def begin_epoch(self) -> None:
         """Requests in slots wait again; locks of the epoch before are void."""
         self._running.clear()
-        self._sent.clear()
+        self._sending.clear()
+        self._held.clear()
         self._wanted.clear()
         self._given_up.clear()
 
@@ -70,6 +86,12 @@ class KvHandovers:
         """A request took a slot."""
         if sequence.submission.send_kv_to is not None:
             self._running.append(sequence)
+
+    def planned(self, state: EpochState, step_id: int) -> None:
+        """Asks for what the plan of a step will have computed. Call after every plan."""
+        for sequence in self._running:
+            if sequence.lifecycle is Lifecycle.RUNNING:
+                self._send_ahead(state, sequence, step_id)
 
     def processed(self, state: EpochState) -> None:
         """Ends those whose first token has come. Call after every result."""
@@ -82,14 +104,13 @@ class KvHandovers:
             num_known = sequence.prompt_len + len(sequence.submission.resumed_output_ids)
             if state.table.total_len.item(sequence.slot) <= num_known:
                 self._running.append(sequence)
-                self._send_ahead(state, sequence)
                 continue
             state.settle(sequence)
             self._hand_over(state, sequence)
 
     def pass_time(self) -> None:
         """Ends what was begun for requests that are over. Call before each plan."""
-        for sequence in [s for s in self._sent if s.lifecycle is Lifecycle.FINISHED]:
+        for sequence in [s for s in self._sending if s.lifecycle is Lifecycle.FINISHED]:
             self._give_up(sequence)
 
     def take_wanted(self) -> list[Handover]:
@@ -104,77 +125,73 @@ class KvHandovers:
 
     def released(self, handover: Handover, current: EpochState | None) -> None:
         """Its pages are gathered, or will not be."""
-        if current is handover.state and handover.held is not None:
-            current.ranks[handover.rank].cache.unlock(handover.held)
+        match = self._held.pop(handover, None)
+        if current is handover.state and match is not None:
+            current.ranks[handover.rank].cache.unlock(match)
 
-    def _send_ahead(self, state: EpochState, sequence: Sequence) -> None:
-        """Sends what is computed of a prompt, if that is enough for a chunk."""
+    def _send_ahead(self, state: EpochState, sequence: Sequence, step_id: int) -> None:
+        """Asks for the next chunk of a prompt, if enough of it is planned."""
         target, table, slot = sequence.submission.send_kv_to, state.table, sequence.slot
         assert target is not None
-        if not self._chunk_tokens:
+        planned = table.planned_len.item(slot)
+        sending = self._sending.get(sequence)
+        if sending is None:
+            is_meant = _is_meant(target, sequence)
+            sending = self._sending[sequence] = _Sending(target.first_token, table.computed_len.item(slot), is_meant)
+        num_in_step, sending.planned = planned - sending.planned, planned
+        start = sending.sent
+        if not sending.is_meant or start == target.end:
             return
-        start = self._sent.get(sequence, target.first_token)
-        # Never the last chunk: that is sent when the first token is there.
-        end = min(table.computed_len.item(slot), target.end - 1)
-        num = (end - start) // CHUNK_TOKENS * CHUNK_TOKENS
-        if num < self._chunk_tokens:
-            return
-        if sequence not in self._sent and not _is_meant(target, sequence):
-            return
+        num = target.end - start
+        if planned < target.end:
+            num = (planned - start) // CHUNK_TOKENS * CHUNK_TOKENS
+            # The next step may be the last one: what is sent behind that is to be little.
+            least = self._chunk_tokens if target.end - planned > num_in_step else CHUNK_TOKENS
+            if not self._chunk_tokens or num < least:
+                return
         page_size = state.group.page_size
         pages = table.pages[slot, start // page_size : -(-(start + num) // page_size)].copy()
-        generations = state.pages_of(slot).pool.generations[pages].copy()
-        self._sent[sequence] = start + num
-        self._wanted.append(
-            Handover(
-                target=target,
-                rank=table.rank_of(slot),
-                first_token=start,
-                num_tokens=num,
-                pages=pages,
-                generations=generations,
-                held=None,
-                state=state,
-            )
+        handover = Handover(
+            target=target,
+            rank=table.rank_of(slot),
+            first_token=start,
+            num_tokens=num,
+            pages=pages,
+            generations=state.pages_of(slot).pool.generations[pages].copy(),
+            after_step=step_id,
+            state=state,
         )
+        sending.sent, sending.is_begun = start + num, True
+        if handover.is_last:
+            sending.last = handover
+            self._held[handover] = None
+        self._wanted.append(handover)
         self.num_chunks += 1
 
     def _give_up(self, sequence: Sequence) -> None:
-        if self._sent.pop(sequence, None) is not None and sequence.submission.send_kv_to is not None:
+        sending = self._sending.pop(sequence, None)
+        if sending is not None and sending.is_begun and sequence.submission.send_kv_to is not None:
             self._given_up.append(sequence.submission.send_kv_to)
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
-        target, rank = sequence.submission.send_kv_to, state.table.rank_of(sequence.slot)
-        pages = state.ranks[rank]
-        assert target is not None
-        ids, page_size = sequence.token_ids()[: target.end], state.group.page_size
-        is_same = _is_meant(target, sequence)
+        sending, pages = self._sending.get(sequence), state.pages_of(sequence.slot)
         # Behind the end of the request its full pages are the cache's.
         namespace = pages.namespace_of(sequence)
         self._finish(sequence, SequenceEnd(FinishReason.HANDED_OVER))
-        match = pages.cache.match(namespace, ids)
-        if not is_same or len(match.pages) * page_size < target.end:
+        last = None if sending is None else sending.last
+        if last is None:
             # The decode side computes it: nothing arrives there in time.
-            log.warning("kv_not_handed_over", transfer=target.transfer_id, is_same=is_same, pages=len(match.pages))
+            target = sequence.submission.send_kv_to
+            log.warning("kv_not_handed_over", transfer="" if target is None else target.transfer_id)
             self._give_up(sequence)
             return
-        pages.cache.lock(match)
-        start = self._sent.pop(sequence, target.first_token)
-        rest = match.pages[start // page_size :]
-        self._wanted.append(
-            Handover(
-                target=target,
-                rank=rank,
-                first_token=start,
-                num_tokens=target.end - start,
-                pages=rest,
-                generations=pages.pool.generations[rest].copy(),
-                held=match,
-                state=state,
-            )
-        )
+        del self._sending[sequence]
         self.num_started += 1
-        self.num_chunks += 1
+        if last in self._held:
+            # Nobody is granted them before they are gathered: the worker would not send what comes then.
+            match = pages.cache.match(namespace, sequence.token_ids()[: last.target.end])
+            pages.cache.lock(match)
+            self._held[last] = match
 
 
 def _is_meant(target: KvTarget, sequence: Sequence) -> bool:

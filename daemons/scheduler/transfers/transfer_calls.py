@@ -24,12 +24,14 @@ from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
-_T = TypeVar("_T", bool, None)
+_T = TypeVar("_T")
 
 # Workers forget what nobody renews: a scheduler that lives does so every second, for all its transfers in one call.
 _LEASE_MS = 10_000
 _RENEW_S = 1.0
 _TIMEOUT_S = 20.0
+# A chunk is asked for with the plan that computes it, and waits for that step.
+_GATHER_S = 60.0
 _ROOM_POLL_S = 0.01
 _SCATTERED = (worker_pb2.TRANSFER_FAILURE_STAMP, worker_pb2.TRANSFER_FAILURE_ABORTED)
 
@@ -55,7 +57,7 @@ class TransferCalls:
         self._answers = answers
         self._changed = changed
         self._clock = clock
-        self._tasks: set[asyncio.Task[None] | asyncio.Task[bool]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._sending: dict[str, asyncio.Task[bool]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
@@ -100,6 +102,7 @@ class TransferCalls:
 
     async def _receive(self, state: EpochState, arrival: Arrival) -> None:
         arrivals, ranks = self._planner.arrivals, self._stream.workers_of(arrival.rank)
+        written: asyncio.Task[list[None]] | None = None
         try:
             shares = [kv_share_of(rank.transfer_kv) for rank in ranks]
             arrival.parts = parts = rank_parts(arrival.transfer_id, shares, arrival.writers)
@@ -119,7 +122,19 @@ class TransferCalls:
                 tokens_digest=digest_of(arrival.cache_name, arrival.ids),
             )
             self._tell(arrival.transfer_id, target, None)
-            await together([self._written(ranks[part.receiver], arrival, part) for part in parts])
+            writing = _Writing(len(parts))
+            written = self._spawn(
+                together([self._written(ranks[part.receiver], arrival, part, writing) for part in parts])
+            )
+            await asyncio.wait((written, ending := self._spawn(writing.wait())), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            # Of several ranks one might scatter, and another have lost its writer.
+            is_early = len(ranks) == 1 and not written.done() and arrivals.has_room(state, arrival)
+            if is_early and arrivals.written(state, arrival, is_awaited=True):
+                log.debug("kv_arrival_ending", transfer=arrival.transfer_id)
+                await self._commit(state, arrival, written)
+                return
+            await written
             log.debug("kv_arrival_written", transfer=arrival.transfer_id)
             # Pages come free with steps, of which nobody tells.
             while not arrivals.has_room(state, arrival):  # noqa: ASYNC110
@@ -132,6 +147,8 @@ class TransferCalls:
                 self._tell(arrival.transfer_id, None, error)
             arrivals.failed(state, arrival)
         finally:
+            if written is not None:
+                _dismiss(written)
             self._changed()
 
     async def _prepare(
@@ -150,26 +167,36 @@ class TransferCalls:
         prepared.writer_rank = part.writer
         return prepared
 
-    async def _written(self, rank: WorkerStream, arrival: Arrival, part: RankPart) -> None:
-        """Returns when a rank has all of a part."""
+    async def _written(self, rank: WorkerStream, arrival: Arrival, part: RankPart, writing: _Writing) -> None:
+        """Returns when a rank has all of a part. writing: told when its last chunk is under way."""
+        is_ending = False
         async for answer in rank.transport.watch_transfer(
             worker_pb2.WatchTransferRequest(transfer_id=part.transfer_id)
         ):
             self._planner.arrivals.progressed(arrival, self._clock())
             if answer.state == worker_pb2.TRANSFER_STATE_WRITTEN:
                 return
+            if answer.is_ending and not is_ending:
+                is_ending = True
+                writing.ends()
             if answer.failure:
                 name = worker_pb2.TransferFailure.Name(answer.failure).removeprefix("TRANSFER_FAILURE_").lower()
                 raise _failed(f"the transfer failed: {name}")
         raise _failed("the worker stopped watching the transfer")
 
-    async def _commit(self, state: EpochState, arrival: Arrival) -> None:
+    async def _commit(self, state: EpochState, arrival: Arrival, written: asyncio.Task[object] | None = None) -> None:
+        """written: the end of a writer that the workers wait for; None: it has ended."""
         is_valid = are_pages_sound = False
         was_granted = True
         try:
+            ranks = enumerate(self._stream.workers_of(arrival.rank))
+            committing = self._spawn(together([_committed(rank, state, arrival, number) for number, rank in ranks]))
+            if written is not None:
+                # Whatever it ended with, the workers know, and answer.
+                await asyncio.wait((written, committing), return_when=asyncio.FIRST_COMPLETED)
+                arrival.is_awaited = False
             async with asyncio.timeout(_TIMEOUT_S):
-                ranks = enumerate(self._stream.workers_of(arrival.rank))
-                answers = await together([_committed(rank, state, arrival, number) for number, rank in ranks])
+                answers = await committing
             is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
             was_granted = any(a is not None for a in answers)
             is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
@@ -256,7 +283,7 @@ class TransferCalls:
             parts = _target_parts(target)
             if max(part.writer for part in parts) >= len(ranks):
                 raise _failed(f"KV is wanted of more ranks than there are, {len(ranks)}: restart the router")
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(_GATHER_S):
                 await together(
                     [
                         ranks[part.writer].transport.start_transfer(_start_of(ranks[part.writer], handover, part))
@@ -272,6 +299,30 @@ class TransferCalls:
             self._planner.handovers.released(handover, self._planner.state)
             self._changed()
         return True
+
+
+def _dismiss(task: asyncio.Task[list[None]]) -> None:
+    """Nobody asks how it ends."""
+    task.cancel()
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+class _Writing:
+    """Parts of a transfer whose last chunk is not under way yet."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_left = num_parts
+        self._are_ending = asyncio.Event()
+
+    def ends(self) -> None:
+        """That of one more part is."""
+        self._num_left -= 1
+        if not self._num_left:
+            self._are_ending.set()
+
+    async def wait(self) -> None:
+        """Returns when those of all parts are."""
+        await self._are_ending.wait()
 
 
 async def _committed(
@@ -335,6 +386,7 @@ def _start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> work
         region=part.region,
         address=part.address,
         is_last=handover.is_last,
+        after_step=handover.after_step,
     )
 
 

@@ -58,9 +58,15 @@ class Device(ABC):
         Calls keep their order, and return when the rows are there. Any thread."""
 
     @abstractmethod
-    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
-        """Runs work that needs nothing of what was launched before, and does not wait for it; all that is launched
-        later waits for this work. Events at its begin and end."""
+    def run_beside(
+        self, work: Callable[[], object], after: DeviceEvent, *, is_urgent: bool
+    ) -> tuple[TimedEvent, TimedEvent]:
+        """Runs work behind an event and behind other such work of that urgency, beside all else: nothing waits for it
+        but for what hold() says. is_urgent: it goes ahead of a step. Events at its begin and end."""
+
+    @abstractmethod
+    def hold(self, event: DeviceEvent) -> None:
+        """All that is launched from now on, but for urgent work, waits for an event of run_beside()."""
 
     @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
@@ -129,10 +135,16 @@ class HostDevice(Device):
         for start, end in rows:
             target[start:end] = source[start:end]
 
-    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
+    def run_beside(
+        self, work: Callable[[], object], after: DeviceEvent, *, is_urgent: bool
+    ) -> tuple[TimedEvent, TimedEvent]:
+        after.wait()
         start = HostEvent()
         work()
         return start, HostEvent()
+
+    def hold(self, event: DeviceEvent) -> None:
+        event.wait()
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -206,7 +218,8 @@ class CudaDevice(Device):
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._beside = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         # Blocks of its kernels go first as those of a step retire.
-        self._ahead = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+        self._urgent = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+        self._patient = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
 
@@ -238,13 +251,22 @@ class CudaDevice(Device):
             sent = CudaEvent(self._beside, self._spare)
         sent.wait()
 
-    def run_ahead(self, work: Callable[[], object]) -> tuple[TimedEvent, TimedEvent]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._ahead):
-            start = CudaEvent(self._ahead, self._spare)
+    def run_beside(
+        self, work: Callable[[], object], after: DeviceEvent, *, is_urgent: bool
+    ) -> tuple[TimedEvent, TimedEvent]:
+        stream = self._urgent if is_urgent else self._patient
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            if isinstance(after, CudaEvent):
+                after.hold(stream)
+            start = CudaEvent(stream, self._spare)
             work()
-            end = CudaEvent(self._ahead, self._spare)
-        end.hold(self._stream)
+            end = CudaEvent(stream, self._spare)
         return start, end
+
+    def hold(self, event: DeviceEvent) -> None:
+        assert isinstance(event, CudaEvent)
+        for stream in (self._stream, self._patient):
+            event.hold(stream)
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

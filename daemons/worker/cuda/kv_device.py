@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,37 +15,57 @@ from radixmesh.daemons.worker.cuda.device import Device, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import PeerMemory
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, KvDevice
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 # Numbers of tokens for which Triton compiles the copies: any, one, multiples of 16.
 _COMPILED_FOR = (3, 1, 16)
 
 
 class PoolDevice(KvDevice):
-    """received: told, in order with the steps, of tokens that came from elsewhere."""
+    """received: told, in order with the steps, of tokens that came from elsewhere; None: nobody is."""
 
     def __init__(
-        self, device: Device, pool: KvPool, memory: PeerMemory, received: Callable[[torch.Tensor], None]
+        self, device: Device, pool: KvPool, memory: PeerMemory, received: Callable[[torch.Tensor], None] | None = None
     ) -> None:
         assert pool.copies_by_address
         self.number = -1 if device.torch_device.type == "cpu" else device.torch_device.index or 0
         self._device, self._pool, self._memory, self._received = device, pool, memory, received
+        self._gathers: deque[tuple[IntArray, TimedEvent]] = deque()
+        """Pages that are read, and until when."""
 
     @torch.inference_mode()
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
         def copy() -> None:
             self._pool.gather_to(self._sent(indexes), target.address, part)
 
-        # Steps that still run write to other tokens; of the next ones some may write to these.
-        return _copied(*self._device.run_ahead(copy))
+        start, end = self._device.run_beside(copy, after, is_urgent=True)
+        self._gathers.append((np.unique(indexes // self._pool.page_size), end))
+        return _copied(start, end)
+
+    def overwritten(self, pages: IntArray) -> None:
+        while self._gathers and self._gathers[0][1].is_done:
+            self._gathers.popleft()
+        for read, end in self._gathers:
+            if np.isin(pages, read).any():
+                self._device.hold(end)
 
     @torch.inference_mode()
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
+    def scatter(
+        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+    ) -> Copied:
+        if self._received is not None:
+            with self._device.in_order():
+                self._received(self._sent(indexes))
+        if after is not None:
+            work = partial(self._scatter, indexes, source, part)
+            return _copied(*self._device.run_beside(work, after, is_urgent=False))
         with self._device.in_order():
             start = self._device.record_event()
-            tokens = self._sent(indexes)
-            self._pool.scatter_from(tokens, source.address, part)
-            self._received(tokens)
+            self._scatter(indexes, source, part)
             return _copied(start, self._device.record_event())
+
+    def _scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> None:
+        self._pool.scatter_from(self._sent(indexes), source.address, part)
 
     def allocate(self, num_bytes: int) -> int:
         with self._device.in_order():

@@ -188,7 +188,7 @@ class DeviceRunner(ModelRunner):
             self._clock = DeviceClock(device.record_event())
         if isinstance(device, CudaDevice) and pool.copies_by_address:
             memory = CudaPeerMemory("transfer_transport", "KV goes through the host's memory")
-            self.kv_device = PoolDevice(device, pool, memory, self._received)
+            self.kv_device = PoolDevice(device, pool, memory, None if self._network is None else self._received)
         self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
         self._chains: SlotChains | None = None

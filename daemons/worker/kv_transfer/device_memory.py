@@ -12,7 +12,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
-from radixmesh.daemons.worker.step_handle import DeviceEvent
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
 HANDLE_BYTES = 64
@@ -47,13 +47,21 @@ class KvDevice(ABC):
     """Of the GPU, as this process's libraries count them; negative: it is memory of the host."""
 
     @abstractmethod
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None) -> Copied:
-        """Copies what read_kv() gives of tokens and heads to memory, ahead of later steps. The tokens were computed by
-        steps that are over."""
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
+        """Copies what read_kv() gives of tokens and heads to memory. after: the tokens were computed by then. Later
+        steps do not wait for it, but for what overwritten() was told."""
 
     @abstractmethod
-    def scatter(self, indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
-        """Copies to pages as write_kv() does, from memory, behind all steps so far."""
+    def scatter(
+        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+    ) -> Copied:
+        """Copies to pages as write_kv() does, from memory. after: no step behind it uses these pages before this copy
+        is over; None: some may, and the copy runs between the steps so far and the next."""
+
+    def overwritten(self, pages: IntArray) -> None:
+        """Pages that what is launched next may write to: it waits for gathers of them. Default: none is under way when
+        gather() returns."""
+        return
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> int:

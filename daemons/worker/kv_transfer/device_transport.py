@@ -221,15 +221,20 @@ class DeviceWriter(KvWriter):
     def place(self, offset: int, num_bytes: int) -> DevicePiece:
         return self._target.part(offset, num_bytes)
 
-    async def placed(self, num_bytes: int) -> None:
-        await self._words.wrote(num_bytes)
+    def write_place(self, offset: int, data: bytes) -> None:
+        self._device.write(self._target.part(offset, len(data)).address, data)
+
+    async def placed(self, num_bytes: int, *, is_last: bool = False) -> None:
+        await self._words.wrote(num_bytes, is_last=is_last)
+
+    async def ending(self) -> None:
+        await self._words.ending()
 
     async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
         assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
         for start in range(0, len(data), _COPY_BYTES):
             piece = data[start : start + _COPY_BYTES].tobytes()
-            address = self._target.part(offset + start, len(piece)).address
-            await to_the_end(asyncio.to_thread(self._device.write, address, piece))
+            await to_the_end(asyncio.to_thread(self.write_place, offset + start, piece))
             await self._words.wrote(len(piece))
 
     async def done(self, checksum: int) -> None:

@@ -3,7 +3,7 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYT
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 
 _COPY_BYTES = 64 << 20
 
@@ -67,27 +67,62 @@ def gather(
         memory[start : start + chunk.num * token_bytes] = data
 
 
+class Gathering(NamedTuple):
+    """A gather that was launched. computed: the event of the step that computes its tokens. check: on the step thread,
+    once that is done; raises PAGE_CONFLICT for pages that do not hold what the caller takes them for."""
+
+    copied: Copied
+    computed: DeviceEvent
+    check: Callable[[], None]
+
+
 def begin_gather(
-    executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range, target: DevicePiece, part: KvShare
-) -> Copied:
-    """As gather(), to memory of the device. Steps that are launched later may change the pages."""
-    _check_source(executor, pages, generations, tokens)
-    device = executor.runner.kv_device
+    executor: StepExecutor,
+    pages: IntArray,
+    generations: IntArray,
+    tokens: range,
+    target: DevicePiece,
+    part: KvShare,
+    after_step: int = 0,
+) -> Gathering:
+    """As gather(), to memory of the device. after_step: was launched, and computes the last of the tokens; 0: they
+    are computed. Steps that are launched later may be granted the pages: they wait for the copy."""
+    _check_granted(executor, pages, generations, tokens)
+    device, host = executor.runner.kv_device, executor.host
     assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
-    if executor.host is not None:
-        executor.host.written_beside(pages)
+    computed = executor.event_of(after_step)
     indexes = _token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size)
-    return device.gather(indexes, target, part)
+    copied = device.gather(indexes, target, part, computed)
+    if host is not None:
+        # Loads to these pages wait for all that was launched.
+        host.written_beside(pages)
+        device.overwritten(pages)
+
+    def check() -> None:
+        try:
+            executor.settle(after_step)
+        except Exception as error:
+            raise _conflict("the step that computes pages to be sent has died: prefill again") from error
+        _check_source(executor, pages, generations, tokens)
+
+    return Gathering(copied, computed, check)
+
+
+def _check_granted(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range) -> None:
+    size = executor.limits.page_size
+    if len(pages) != len(generations) or len(pages) != -(-tokens.stop // size) or not _are_pages(executor, pages):
+        raise _conflict(f"{len(pages)} pages do not hold {len(tokens)} tokens: name those of the tokens, in order")
+    if (executor.records.generations[pages] != generations).any():
+        raise _conflict("a page to be sent was granted anew: prefill again")
 
 
 def _check_source(executor: StepExecutor, pages: IntArray, generations: IntArray, tokens: range) -> None:
-    records, size = executor.records, executor.limits.page_size
-    if len(pages) != len(generations) or len(pages) != -(-tokens.stop // size) or not _are_pages(executor, pages):
-        raise _conflict(f"{len(pages)} pages do not hold {len(tokens)} tokens: name those of the tokens, in order")
-    held = records.filled[pages].astype(np.int64)
+    _check_granted(executor, pages, generations, tokens)
+    size = executor.limits.page_size
+    held = executor.records.filled[pages].astype(np.int64)
     held[-1] += len(pages) * size - tokens.stop
-    if (records.generations[pages] != generations).any() or (held < size).any():
-        raise _conflict("a page to be sent was granted anew, or is not computed to its end: prefill again")
+    if (held < size).any():
+        raise _conflict("a page to be sent is not computed to its end: prefill again")
 
 
 def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
@@ -105,14 +140,16 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
 
 
 def begin_scatter(
-    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
+    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart], after_step: int
 ) -> StepHandle[tuple[Failure, float]]:
-    """As scatter(), of regions in memory of the device or of the host: launched behind all steps so far. Also the
+    """As scatter(), of regions in memory of the device or of the host, beside steps later than `after_step`. Also the
     device time that it took, in seconds."""
     if failure := _grant(executor, target, parts):
         return StepHandle.of((failure, 0.0))
     device, num_tokens = executor.runner.kv_device, len(target.ids)
     assert device is not None
+    # Loads from the host wait for steps, not for this.
+    after = executor.event_of(after_step) if executor.host is None else None
     copies: list[Copied] = []
     for memory, _, share in parts:
         if not isinstance(memory, DevicePiece):
@@ -120,7 +157,7 @@ def begin_scatter(
             continue
         body = memory.part(STAMP_BYTES, memory.num_bytes - 2 * STAMP_BYTES)
         copies.append(
-            device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share)
+            device.scatter(_token_indexes(target.pages, 0, num_tokens, executor.limits.page_size), body, share, after)
         )
 
     def collect() -> tuple[Failure, float]:
@@ -144,6 +181,7 @@ def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart])
         return Failure.PAGES
     if executor.host is not None:
         executor.host.written_beside(pages)
+    executor.overwritten(pages)
     records.grant(
         pages,
         np.array([len(pages)]),

@@ -43,6 +43,8 @@ class Region:
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.num_written = 0
+        self.is_ending = False
+        """Its writer has said that the last chunk is under way."""
         self.opened_s = 0.0
         """When its writer came."""
         self._changed: asyncio.Future[None] | None = None
@@ -211,6 +213,12 @@ class TransferReceiver:
             raise _failed("the transfer is over: write no more", reception.failure)
         region.num_written += num_bytes
         region.notify()
+
+    def ending(self, region: Region, writer: str) -> None:
+        """The last chunk is under way."""
+        if region.reception.may_write(writer):
+            region.is_ending = True
+            region.notify()
 
     def last_word(self, region: Region, writer: str, *, is_done: bool, is_sound: bool = True) -> None:
         """The writer is over. is_sound: the bytes have its checksum. Raises TRANSFER_FAILED if the transfer has

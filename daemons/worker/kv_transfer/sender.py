@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import numpy as np
 
@@ -46,7 +47,12 @@ class Chunk:
         self.emission = Emission()
 
 
-Gather = Callable[[ByteArray | DevicePiece], Awaitable[object]]
+Gather = Callable[[ByteArray | DevicePiece, Callable[[], None]], Awaitable[object]]
+"""Gathers to memory; then calls what is to follow at once, on whatever thread."""
+
+
+def _nothing() -> None:
+    return
 
 
 class KvSender:
@@ -73,7 +79,8 @@ class KvSender:
         self._pool = pool
         self._transport = transport
         self._on_over = on_over
-        self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        """Chunks to be written; None: the last one is being gathered."""
         self._task: asyncio.Task[None] | None = None
         self._target: KvWriter | None = None
         """While copies may be begun to where it says."""
@@ -111,6 +118,8 @@ class KvSender:
         self.next_token = end
         if self._task is None and self._transport.may_place(self.region):
             self._start()
+        if is_last and self._task is not None:
+            self._chunks.put_nowait(None)
         try:
             chunk = await self._gathered(offset, size, gather, is_last=is_last)
         except BaseException:
@@ -144,21 +153,26 @@ class KvSender:
                 raise _over()
             place = self._target.place(offset, size)
         if place is not None:
+            then = partial(self._end, self._target) if is_last else _nothing
             # The target is not left before it has run, whatever becomes of this call.
-            placing: asyncio.Future[object] = asyncio.ensure_future(gather(place))
+            placing: asyncio.Future[object] = asyncio.ensure_future(gather(place, then))
             self._placing.add(placing)
             placing.add_done_callback(self._placed)
             await asyncio.shield(placing)
             return Chunk(offset, size, None, is_last=is_last)
         chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
         try:
-            await gather(buffer.memory)
+            await gather(buffer.memory, _nothing)
         except BaseException:
             chunk.emission.abort()
             buffer.close()
             self._pool.give_back(size)
             raise
         return chunk
+
+    def _end(self, target: KvWriter) -> None:
+        """The stamp behind the last bytes of a place."""
+        target.write_place(self.region.num_bytes - STAMP_BYTES, self._stamp.tobytes())
 
     def _placed(self, placing: asyncio.Future[object]) -> None:
         if not placing.cancelled():
@@ -202,13 +216,17 @@ class KvSender:
         """All chunks, as they come, and the last word."""
         await target.write(0, self._stamp)
         checksum = checksum_of(self._stamp)
-        is_last = False
+        is_last = has_end = False
         while not is_last:
             async with asyncio.timeout(_NEXT_CHUNK_S):
                 chunk = await self._chunks.get()
+            if chunk is None:
+                await target.ending()
+                continue
             try:
                 if chunk.buffer is None:
-                    await target.placed(chunk.num_bytes)
+                    has_end = chunk.is_last
+                    await target.placed(chunk.num_bytes + (STAMP_BYTES if has_end else 0), is_last=has_end)
                 else:
                     memory = chunk.buffer.memory
                     await target.write(chunk.offset, memory)
@@ -219,14 +237,16 @@ class KvSender:
                 raise
             self._let_go(chunk, is_sent=True)
             is_last = chunk.is_last
-        await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
+        if not has_end:
+            await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
         await target.done(checksum_of(self._stamp, checksum))
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._is_ended = True
         self._is_open.set()
         while not self._chunks.empty():
-            self._let_go(self._chunks.get_nowait(), is_sent=False)
+            if (chunk := self._chunks.get_nowait()) is not None:
+                self._let_go(chunk, is_sent=False)
         self._on_over(self, self._is_sent, self._num_bytes, time.monotonic() - self._began)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("kv_sender_failed", transfer=self.region.transfer_id, error=repr(error))

@@ -156,6 +156,9 @@ class SharedWriter(KvWriter):
             await to_the_end(asyncio.to_thread(np.copyto, target, part))
             await self._words.wrote(len(part))
 
+    async def ending(self) -> None:
+        await self._words.ending()
+
     async def done(self, checksum: int) -> None:
         await self._words.done(checksum)
 

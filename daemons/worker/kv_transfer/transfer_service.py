@@ -117,9 +117,14 @@ class GrpcWriter(KvWriter):
         await self._write()
         await self._transport.answer_of(self._call)
 
-    async def wrote(self, num_bytes: int) -> None:
-        """Tells progress on another way."""
+    async def wrote(self, num_bytes: int, *, is_last: bool = False) -> None:
+        """Tells progress on another way. is_last: done() tells it."""
         self._request.num_written = num_bytes
+        if not is_last:
+            await self._write()
+
+    async def ending(self) -> None:
+        self._request.is_ending = True
         await self._write()
 
     async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
@@ -209,6 +214,8 @@ async def _take(transfers: KvTransfers, region: Region, writer: str, request: wo
         transfers.receiver.write(region, writer, request.offset, request.data)
     if request.num_written:
         transfers.receiver.wrote(region, writer, request.num_written)
+    if request.is_ending:
+        transfers.receiver.ending(region, writer)
     if request.last_word == worker_pb2.TRANSFER_LAST_WORD_UNSPECIFIED:
         return
     is_done = request.last_word == worker_pb2.TRANSFER_LAST_WORD_DONE

@@ -15,11 +15,13 @@ from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.event_waits import EventWaits
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.page_io import (
+    Gathering,
     Target,
     WrittenPart,
     begin_gather,
@@ -31,9 +33,9 @@ from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
 from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
-from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end
+from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end, until_done
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -43,9 +45,7 @@ T = TypeVar("T")
 MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
-_POLL_S = 0.002
-_BUSY_S = 0.002
-_EVENT_POLL_S = 0.0005
+_POLL_S = 0.0005
 _MOST_NAMED = 64
 
 
@@ -90,6 +90,7 @@ class KvTransfers:
         self._digest = ""
         self._senders: dict[str, KvSender] = {}
         self._ticking: asyncio.Task[None] | None = None
+        self._steps, self._gathers, self._scatters = (EventWaits(f"kv-{name}") for name in ("steps", "out", "in"))
         self.num_sent = self.num_received = self.num_failed = 0
 
     def attach(self, executor: StepExecutor, weights_digest: str) -> None:
@@ -193,16 +194,20 @@ class KvTransfers:
             with self._figures.timed("gather", len(memory)):
                 gather(executor, pages, generations, tokens, memory, part)
 
-        async def gathered(memory: ByteArray | DevicePiece) -> None:
+        async def gathered(memory: ByteArray | DevicePiece, then: Callable[[], None]) -> None:
+            await self._until_received(request.after_step, request.epoch, request.instance_id)
             if not isinstance(memory, DevicePiece):
                 await to_the_end(self._run(lambda: job(memory)))
                 return
-            began = self._clock()
             seconds = await to_the_end(
-                self._copied(lambda: begin_gather(executor, pages, generations, tokens, memory, part))
+                self._copied(
+                    lambda: begin_gather(
+                        executor, pages, generations, tokens, memory, part, after_step=request.after_step
+                    ),
+                    memory.num_bytes,
+                    then,
+                )
             )
-            self._figures.passed("gather", memory.num_bytes, self._clock() - began)
-            self._figures.passed("gather_on_device", memory.num_bytes, seconds)
             _trace("kv_gathered", region.transfer_id, device_ms=round(1e3 * seconds, 3))
 
         sender = self._senders.get(region.transfer_id)
@@ -266,14 +271,9 @@ class KvTransfers:
         if len(target.pages) != len(target.generations) or num_tokens != {len(target.ids)}:
             message = f"pages, generations and ids are not those of {regions[0].num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
-        try:
-            async with asyncio.timeout(_AFTER_STEP_S):
-                while self._received_step() < request.after_step:
-                    await asyncio.sleep(_POLL_S)
-                    self._check_holder(request.epoch, request.instance_id)
-        except TimeoutError as error:
-            message = f"step {request.after_step} did not come within {_AFTER_STEP_S:g} s: prefill again"
-            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
+        await self._until_received(request.after_step, request.epoch, request.instance_id)
+        # Sent ahead, so that pages are there for it when all is written.
+        await self.until_written(request)
         parts = self._written_parts(regions, request.epoch)
         _trace("kv_scatter_begins", request.transfer_id)
         outcome = Failure.PAGES
@@ -282,7 +282,9 @@ class KvTransfers:
             nonlocal outcome
             began = self._clock()
             if any(isinstance(part.memory, DevicePiece) for part in parts):
-                outcome, seconds = await self._scattered(lambda: begin_scatter(executor, target, parts))
+                outcome, seconds = await self._scattered(
+                    lambda: begin_scatter(executor, target, parts, request.after_step)
+                )
                 self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
                 _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
             else:
@@ -297,6 +299,26 @@ class KvTransfers:
                 self.receiver.scattered(region, outcome)
         # One that was given up while it was read has a reason of its own.
         return next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
+
+    async def until_written(self, request: worker_pb2.CommitTransferRequest) -> None:
+        """Returns when regions whose last chunk is under way are written, or given up. Raises TRANSFER_FAILED for one
+        that is not known."""
+        for name in (request.transfer_id, *request.other_transfer_ids):
+            region = self.receiver.get(name)
+            while region.is_ending and region.reception.state is ReceiveState.WRITING:
+                await region.change()
+
+    async def _until_received(self, step: int, epoch: int, instance_id: str) -> None:
+        """Returns when a step of the epoch was received, and so will be launched ahead of what is started now. Raises
+        EPOCH_FENCED or TRANSFER_FAILED."""
+        try:
+            async with asyncio.timeout(_AFTER_STEP_S):
+                while self._received_step() < step:
+                    await asyncio.sleep(_POLL_S)
+                    self._check_holder(epoch, instance_id)
+        except TimeoutError as error:
+            message = f"step {step} did not come within {_AFTER_STEP_S:g} s: prefill again"
+            raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
 
     def _written_parts(self, regions: list[Region], epoch: int) -> list[WrittenPart]:
         """Begins to read them, or none of them. Raises TRANSFER_FAILED."""
@@ -320,12 +342,13 @@ class KvTransfers:
         while True:
             reception = region.reception
             state = ReceiveState.WRITTEN if reception.state is ReceiveState.SCATTERING else reception.state
-            if (state, region.num_written) != told:
-                told = state, region.num_written
+            if (state, region.num_written, region.is_ending) != told:
+                told = state, region.num_written, region.is_ending
                 yield worker_pb2.WatchTransferResponse(
                     state=int(state),  # type: ignore[arg-type]
                     failure=int(reception.failure),  # type: ignore[arg-type]
                     num_bytes=region.num_written,
+                    is_ending=region.is_ending,
                 )
                 continue  # It may have changed while that was sent.
             if reception.is_over or state is ReceiveState.WRITTEN:
@@ -360,16 +383,27 @@ class KvTransfers:
         await self._run(lambda: results.append(job()))
         return results[0]
 
-    async def _copied(self, begin: Callable[[], Copied]) -> float:
-        """Launches a copy on the step thread; returns when it has run, its device time."""
-        copied = await self._started(begin)
-        await _until_done(copied.event)
-        return copied.seconds()
+    async def _copied(self, begin: Callable[[], Gathering], num_bytes: int, then: Callable[[], None]) -> float:
+        """Launches a copy on the step thread; returns when it has run, and `then` behind it: its device time."""
+        copied, computed, check = await self._started(begin)
+        copying = asyncio.ensure_future(self._gathers.until(copied.event, then))
+        try:
+            if not computed.is_done:
+                await self._steps.until(computed)
+            began = self._clock()
+            await self._started(check)
+        finally:
+            # Whatever became of the step, memory is written until the copy has run.
+            await until_done((copying,))
+        copying.result()
+        self._figures.passed("gather", num_bytes, self._clock() - began)
+        self._figures.passed("gather_on_device", num_bytes, seconds := copied.seconds())
+        return seconds
 
     async def _scattered(self, begin: Callable[[], StepHandle[T]]) -> T:
         """Launches copies on the step thread; what comes of them, which is looked at there."""
         handle = await self._started(begin)
-        await _until_done(handle.event)
+        await self._scatters.until(handle.event)
         return await self._started(handle.result)
 
     async def _started(self, job: Callable[[], T]) -> T:
@@ -403,14 +437,6 @@ class KvTransfers:
             await asyncio.sleep(_TICK_S)
             self.receiver.tick()
         self._ticking = None
-
-
-async def _until_done(event: DeviceEvent) -> None:
-    """Returns soon after an event: a copy takes about a millisecond, and a thread that sleeps for one may wake late."""
-    busy_until = time.monotonic() + _BUSY_S
-    while not event.is_done:  # noqa: ASYNC110  Nothing else says so.
-        await asyncio.sleep(0 if time.monotonic() < busy_until else _EVENT_POLL_S)
-    event.wait()
 
 
 def _trace(event: str, transfer_id: str, **fields: object) -> None:

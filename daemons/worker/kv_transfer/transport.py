@@ -83,9 +83,18 @@ class KvWriter(ABC):
         """Nobody has waited for a copy to where place() says, since this process ends: its end says so."""
         return
 
-    async def placed(self, num_bytes: int) -> None:
-        """So many bytes were written where place() says. Raises MeshError."""
+    def write_place(self, offset: int, data: bytes) -> None:
+        """Writes bytes where place() says; blocks, on any thread, with other calls or not."""
         raise NotImplementedError
+
+    async def placed(self, num_bytes: int, *, is_last: bool = False) -> None:
+        """So many bytes were written where place() says. is_last: nothing is written but by done(), which follows.
+        Raises MeshError."""
+        raise NotImplementedError
+
+    async def ending(self) -> None:
+        """Tells that the last chunk is under way. Raises MeshError. Default: nobody is told."""
+        return
 
     @abstractmethod
     async def done(self, checksum: int) -> None:

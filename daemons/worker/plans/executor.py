@@ -195,6 +195,11 @@ class StepExecutor:
         while self._launched:
             next(iter(self._launched.values())).result()
 
+    def settle(self, step_id: int) -> None:
+        """Waits for launched steps up to this one. Raises what the first of them died of."""
+        while self._launched and (step := next(iter(self._launched))) <= step_id:
+            self._launched[step].result()
+
     def snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]]:
         """Records of all pages in ascending ranges, and the namespaces they index, after all launched steps."""
         self.finish_all()
@@ -260,7 +265,8 @@ class StepExecutor:
         if plan.grants:
             self._grant(plan.grants)
         if self.host is not None and plan.loads:
-            self.host.load(plan.loads, records, self.weights_version, self._event_of)
+            self.overwritten(np.concatenate([move.device_pages for move in plan.loads]))
+            self.host.load(plan.loads, records, self.weights_version, self.event_of)
         for copy in plan.page_copies:
             if self.host is not None:
                 self.host.written_beside(as_ints([copy.source_page, copy.target_page]))
@@ -270,7 +276,12 @@ class StepExecutor:
             table.decode_set = plan.decode_set
         return spent_ns
 
-    def _event_of(self, step_id: int) -> DeviceEvent:
+    def overwritten(self, pages: IntArray) -> None:
+        """Pages that were granted: what is launched next waits for copies that read them."""
+        if self.runner.kv_device is not None:
+            self.runner.kv_device.overwritten(pages)
+
+    def event_of(self, step_id: int) -> DeviceEvent:
         """Behind all that steps up to this one do on the device: a step may have no forward, and those before it may
         still run."""
         newest = max((launched for launched in self._launched if launched <= step_id), default=None)
@@ -306,6 +317,7 @@ class StepExecutor:
         pages = np.concatenate([grant.pages for grant in grants])
         if self.host is not None:
             self.host.pool.overwritten(pages)
+        self.overwritten(pages)
         self.records.grant(
             pages,
             counts,

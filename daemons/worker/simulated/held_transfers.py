@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.service import WorkerService
 from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
+from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -71,6 +72,8 @@ class HeldService(WorkerService):
     async def CommitTransfer(
         self, request: worker_pb2.CommitTransferRequest, context: object
     ) -> worker_pb2.CommitTransferResponse:
+        # A commit may come ahead of the last word.
+        await self._core.transfers.until_written(request)
         await self._holds.wait(FaultKind.WRITTEN)
         answer = await super().CommitTransfer(request, context)
         await self._holds.wait(FaultKind.VALIDATED)
@@ -89,8 +92,10 @@ def hold_scatters(runner: ModelRunner, holds: TransferHolds) -> None:
     if (device := runner.kv_device) is not None:
         scatter = device.scatter
 
-        def scatter_and_wait(indexes: IntArray, source: DevicePiece, part: KvShare | None) -> Copied:
-            copied = scatter(indexes, source, part)
+        def scatter_and_wait(
+            indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+        ) -> Copied:
+            copied = scatter(indexes, source, part, after)
             holds.block(FaultKind.SCATTERING)
             return copied
 

@@ -909,7 +909,7 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class WriteTransferRequest(_message.Message):
-    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written", "writer_process")
+    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written", "writer_process", "is_ending")
     REGION_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -918,6 +918,7 @@ class WriteTransferRequest(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     WRITER_PROCESS_FIELD_NUMBER: _ClassVar[int]
+    IS_ENDING_FIELD_NUMBER: _ClassVar[int]
     region: TransferRegion
     writer: str
     offset: int
@@ -926,7 +927,8 @@ class WriteTransferRequest(_message.Message):
     checksum: int
     num_written: int
     writer_process: HostProcess
-    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ..., writer_process: _Optional[_Union[HostProcess, _Mapping]] = ...) -> None: ...
+    is_ending: bool
+    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ..., writer_process: _Optional[_Union[HostProcess, _Mapping]] = ..., is_ending: bool = ...) -> None: ...
 
 class HostProcess(_message.Message):
     __slots__ = ("host", "pid", "started")
@@ -1011,7 +1013,7 @@ class PrepareTransferResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer_rank: _Optional[int] = ...) -> None: ...
 
 class StartTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last", "instance_id", "region", "address")
+    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last", "instance_id", "region", "address", "after_step")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -1025,6 +1027,7 @@ class StartTransferRequest(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     source_pages: bytes
@@ -1038,7 +1041,8 @@ class StartTransferRequest(_message.Message):
     instance_id: str
     region: TransferRegion
     address: str
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., receiver: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., is_last: bool = ..., instance_id: _Optional[str] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+    after_step: int
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., receiver: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., is_last: bool = ..., instance_id: _Optional[str] = ..., region: _Optional[_Union[TransferRegion, _Mapping]] = ..., address: _Optional[str] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class StartTransferResponse(_message.Message):
     __slots__ = ()
@@ -1051,18 +1055,20 @@ class WatchTransferRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class WatchTransferResponse(_message.Message):
-    __slots__ = ("state", "error", "chunks", "failure", "num_bytes")
+    __slots__ = ("state", "error", "chunks", "failure", "num_bytes", "is_ending")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_ENDING_FIELD_NUMBER: _ClassVar[int]
     state: TransferState
     error: _common_pb2.Error
     chunks: _containers.RepeatedCompositeFieldContainer[TransferChunk]
     failure: TransferFailure
     num_bytes: int
-    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ..., failure: _Optional[_Union[TransferFailure, str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    is_ending: bool
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ..., failure: _Optional[_Union[TransferFailure, str]] = ..., num_bytes: _Optional[int] = ..., is_ending: bool = ...) -> None: ...
 
 class TransferChunk(_message.Message):
     __slots__ = ("first_token", "num_tokens")
