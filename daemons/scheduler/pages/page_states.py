@@ -3,7 +3,7 @@
   FREE --take--> OWNED --cache--> CACHED --evict--> FREE        OWNED --give_back--> FREE
   FREE --adopt--> CACHED                                        records of a worker that survived its scheduler
   FREE --lease_pinned--> LEASED --end_lease--> FREE             a transfer that outlived its scheduler still uses it
-  OWNED, CACHED --lease--> LEASED                               of transfers that pin pages: none does yet
+  OWNED, CACHED --lease--> LEASED                               the slot is left while its KV is being sent
   FREE --load--> LOADING --end_load--> CACHED                   the page is being filled by a transfer, or from the host
                  LOADING --drop_load--> FREE                    it did not come, or the cache has it by now
   any --quarantine--> QUARANTINED                               until the next epoch
@@ -50,7 +50,7 @@ TRANSITIONS: dict[str, Transition] = {
     "cache": Transition((_OWNED,), _CACHED, "SlotPages._insert"),
     "evict": Transition((_CACHED,), _FREE, "SlotPages._evict"),
     "adopt": Transition((_FREE,), _CACHED, "SlotPages.adopt"),
-    "lease": Transition((_OWNED, _CACHED), _LEASED),
+    "lease": Transition((_OWNED, _CACHED), _LEASED, "SlotPages.lend"),
     "lease_pinned": Transition((_FREE,), _LEASED, "SlotPages.adopt"),
     "end_lease": Transition((_LEASED,), _FREE, "SlotPages.end_lease"),
     "load": Transition((_FREE,), _LOADING, "SlotPages.begin_load"),

@@ -129,6 +129,16 @@ class SlotPages:
         self._unlock(slot)
         self._table.free(slot)
 
+    def lend(self, sequence: Sequence) -> IntArray:
+        """Pages of a request that is about to leave, int32, which a transfer still reads: what would be free then is
+        leased until end_lease(). What the cache gets is not among them."""
+        self._insert(sequence)
+        pages = self._table.pages_of(sequence.slot)
+        lent: IntArray = pages[self.pool.states_of(pages) == _OWNED].copy()
+        self.pool.lease(lent)
+        self._table.num_owned[sequence.slot] -= len(lent)
+        return lent
+
     def flush(self) -> int:
         """Empties the cache, whose pages nobody uses; returns how many there were."""
         num = self._evict(self.cache.reset())

@@ -3,13 +3,14 @@
 A request with a target runs as any other until its first token is there. Its KV is sent in chunks, from the slot's own
 pages. Each is asked for with the plan that computes it, and names that step: the worker copies it behind the step,
 without waiting for what comes of that, and compares the generations of the pages. With its first token the request ends
-here, and the pages stay locked in the prefix cache until the worker has gathered the last chunk.
+here, and nobody is granted its pages until the worker has gathered the last chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.finish_reason import FinishReason
@@ -59,6 +60,13 @@ class _Sending:
     last: Handover | None = None
 
 
+class _Held(NamedTuple):
+    """Pages that nobody is granted: locked in the cache, or leased since the cache has others with their tokens."""
+
+    match: Match
+    leased: IntArray
+
+
 class KvHandovers:
     """Of one planner. finish: ends a live request. chunk_tokens: as many are sent ahead of the rest, 0: all at once."""
 
@@ -68,8 +76,8 @@ class KvHandovers:
         self._running: list[Sequence] = []
         self._sending: dict[Sequence, _Sending] = {}
         """Of requests from their admission until they are over."""
-        self._held: dict[Handover, Match | None] = {}
-        """What stays locked while a last chunk is gathered; None: the slot has it yet."""
+        self._held: dict[Handover, _Held | None] = {}
+        """What is kept while a last chunk is gathered; None: the slot has it yet."""
         self._wanted: list[Handover] = []
         self._given_up: list[KvTarget] = []
         self.num_started = self.num_chunks = 0
@@ -125,9 +133,11 @@ class KvHandovers:
 
     def released(self, handover: Handover, current: EpochState | None) -> None:
         """Its pages are gathered, or will not be."""
-        match = self._held.pop(handover, None)
-        if current is handover.state and match is not None:
-            current.ranks[handover.rank].cache.unlock(match)
+        held = self._held.pop(handover, None)
+        if current is handover.state and held is not None:
+            pages = current.ranks[handover.rank]
+            pages.cache.unlock(held.match)
+            pages.end_lease(held.leased)
 
     def _send_ahead(self, state: EpochState, sequence: Sequence, step_id: int) -> None:
         """Asks for the next chunk of a prompt, if enough of it is planned."""
@@ -175,10 +185,10 @@ class KvHandovers:
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
         sending, pages = self._sending.get(sequence), state.pages_of(sequence.slot)
-        # Behind the end of the request its full pages are the cache's.
-        namespace = pages.namespace_of(sequence)
-        self._finish(sequence, SequenceEnd(FinishReason.HANDED_OVER))
         last = None if sending is None else sending.last
+        namespace = pages.namespace_of(sequence)
+        leased = pages.lend(sequence) if last in self._held else None
+        self._finish(sequence, SequenceEnd(FinishReason.HANDED_OVER))
         if last is None:
             # The decode side computes it: nothing arrives there in time.
             target = sequence.submission.send_kv_to
@@ -187,11 +197,11 @@ class KvHandovers:
             return
         del self._sending[sequence]
         self.num_started += 1
-        if last in self._held:
-            # Nobody is granted them before they are gathered: the worker would not send what comes then.
+        if leased is not None:
+            # Behind the end of the request its full pages are the cache's.
             match = pages.cache.match(namespace, sequence.token_ids()[: last.target.end])
             pages.cache.lock(match)
-            self._held[last] = match
+            self._held[last] = _Held(match, leased)
 
 
 def _is_meant(target: KvTarget, sequence: Sequence) -> bool:

@@ -146,14 +146,15 @@ class KvSender:
 
     async def _gathered(self, offset: int, size: int, gather: Gather, *, is_last: bool) -> Chunk:
         """Tokens in a buffer of this process, or in the region where the target has a place there."""
-        place = None
+        place = target = None
         if self._task is not None and self._transport.may_place(self.region):
             await self._is_open.wait()
-            if self._target is None:
+            target = self._target
+            if target is None:
                 raise _over()
-            place = self._target.place(offset, size)
-        if place is not None:
-            then = partial(self._end, self._target) if is_last else _nothing
+            place = target.place(offset, size)
+        if place is not None and target is not None:
+            then = partial(self._end, target) if is_last else _nothing
             # The target is not left before it has run, whatever becomes of this call.
             placing: asyncio.Future[object] = asyncio.ensure_future(gather(place, then))
             self._placing.add(placing)
