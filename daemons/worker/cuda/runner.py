@@ -11,7 +11,7 @@ Those of prompt tokens are computed when the step's result is asked for, from hi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -361,8 +361,9 @@ class DeviceRunner(ModelRunner):
             return self._launch_verify(self._verify, rows, segments)
         if not segments:
             return self._launch_decodes(rows)
-        slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
-        self.slots.send(slots, rows.page_tables, rows.num_pages)
+        if self._may_decode(rows, segments):
+            return self._launch_as_decodes(rows, segments)
+        self.slots.send(_slots_of(rows, segments), rows.page_tables, rows.num_pages)
         return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
@@ -372,6 +373,32 @@ class DeviceRunner(ModelRunner):
             return self._handle(start, start, StepHandle.of(NOTHING), rows.slots)
         start, end, fetched = self._decodes.launch(rows, self._sampler, self._clock, self._admissions)
         return self._handle(start, end, fetched, rows.slots)
+
+    def _may_decode(self, rows: DecodeRows, segments: Sequence[Segment]) -> bool:
+        """True if chunks can go as rows of decodes: prompts of which all but the last token was there, as of outputs
+        whose KV has come from elsewhere. That takes the graph of a step without them, and no sampling beside it."""
+        if self._network is not None or self._experts is not None:
+            return False
+        are_tokens = all(
+            len(segment.ids) == 1 and segment.sample is not None and segment.prompt_logprobs is None
+            for segment in segments
+        )
+        return are_tokens and not self.masks.is_guided(_slots_of(rows, segments))
+
+    def _launch_as_decodes(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
+        """Launches a step whose chunks are one token each, and sampled."""
+        handle, num_rows = self._launch_decodes(_with_rows(rows, segments)), len(rows.slots)
+
+        def collect() -> StepOutput:
+            output = handle.result()
+            of_segments = [
+                SegmentOutput(token=int(token), logprobs=output.logprobs.get(num_rows + index))
+                for index, token in enumerate(output.tokens[num_rows:].tolist())
+            ]
+            logprobs = {row: of for row, of in output.logprobs.items() if row < num_rows}
+            return replace(output, tokens=output.tokens[:num_rows], segments=of_segments, logprobs=logprobs)
+
+        return StepHandle(handle.event, collect)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
@@ -517,3 +544,21 @@ class DeviceRunner(ModelRunner):
             )
 
         return StepHandle(end, collect, fetched.tokens if is_guided else None)
+
+
+def _with_rows(rows: DecodeRows, segments: Sequence[Segment]) -> DecodeRows:
+    """Rows of decodes with those of chunks of one token behind them."""
+    sampling = [segment.sample.sampling for segment in segments if segment.sample is not None]
+    return replace(
+        rows,
+        slots=_slots_of(rows, segments),
+        ids=np.concatenate([rows.ids, *(segment.ids for segment in segments)]),
+        positions=np.concatenate([rows.positions, np.array([segment.start for segment in segments], np.int32)]),
+        seeds=np.concatenate([rows.seeds, np.array([one.seed or 0 for one in sampling], np.uint64)]),
+        is_sampled=np.concatenate([rows.is_sampled, np.array([not one.is_greedy for one in sampling], np.bool_)]),
+        is_repeat=False,
+    )
+
+
+def _slots_of(rows: DecodeRows, segments: Sequence[Segment]) -> IntArray:
+    return np.concatenate([rows.slots, np.array([segment.slot for segment in segments], np.int32)])
