@@ -166,6 +166,7 @@ class WorkerCore:
             add_model(capabilities, self.executor, self._hello.model.model_fingerprint)
             if (kv := self.transfers.format) is not None:
                 capabilities.transfer_kv.CopyFrom(kv)
+                capabilities.sends_behind_steps = True
         return capabilities
 
     def fence(self, holder: Holder, epoch: int, instance_id: str) -> None:

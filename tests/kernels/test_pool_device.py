@@ -13,7 +13,7 @@ from support.host_peer_memory import HostPeerMemory
 from support.runner_contract import MODEL
 
 from radixmesh.daemons.runtime.kv_share import KvShare
-from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.device import HostDevice, HostEvent
 from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
@@ -54,3 +54,28 @@ def test_tokens_come_back_as_read_kv_has_them(share: KvShare | None, by_kernels:
     device.warm_up(slab)
     # Staging may be too small for as many tokens as the copies are compiled for.
     device.warm_up(slab.part(0, 2 * runner.pool.token_bytes))
+
+
+class _Running(HostEvent):
+    """A copy that still runs."""
+
+    is_done = False
+
+
+def test_what_is_granted_pages_that_are_read_waits_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
+    runner = load_device_runner(MODEL, settings, HostDevice())
+    device = PoolDevice(runner.device, runner.pool, HostPeerMemory())
+    piece, ends, held = DevicePiece(device.allocate(1 << 20), 1 << 20), [_Running(), _Running()], []
+    monkeypatch.setattr(runner.device, "hold", held.append)
+    for end, first in zip(ends, (0, 40), strict=True):
+        monkeypatch.setattr(runner.device, "run_beside", lambda work, after, is_urgent, end=end: (HostEvent(), end))
+        device.gather(np.arange(first, first + 10, dtype=np.int32), piece.part(0, 10 * runner.pool.token_bytes), None)
+    device.overwritten(np.array([3, 9, 13], np.int32))
+    assert not held
+    # Tokens 40 to 49 of pages of 4: the last one is read in part.
+    device.overwritten(np.array([12, 90], np.int32))
+    assert held == [ends[1]]
+    monkeypatch.setattr(_Running, "is_done", True)
+    device.overwritten(np.arange(20, dtype=np.int32))
+    assert held == [ends[1]]

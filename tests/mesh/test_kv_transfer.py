@@ -70,7 +70,7 @@ class Pair:
         )
         return (await self.stub.PrepareTransfer(request)).region
 
-    def start(self, region, pages, generations):
+    def start(self, region, pages, generations, after_step: int = 0):
         return self.clients[0].stub.StartTransfer(
             worker_pb2.StartTransferRequest(
                 transfer_id=region.transfer_id,
@@ -82,6 +82,7 @@ class Pair:
                 region=region,
                 address=self.workers[1].address,
                 is_last=True,
+                after_step=after_step,
             )
         )
 
@@ -301,6 +302,69 @@ async def test_a_commit_behind_a_step_that_never_comes_gets_a_typed_error(monkey
         both.steps[1] = 7
         error = await error_of(both.commit(range(48)))
         assert error.reason_name == "TRANSFER_FAILED" and "step 7" in error.message
+
+
+@pytest.mark.parametrize("ending", ["done", "aborted", "gone", "far"])
+async def test_a_commit_may_come_ahead_of_the_last_word_once_that_is_near(ending: str) -> None:
+    async with pair() as both:
+        records, region = both.core(1).executor.records, await both.prepare()
+        key = RegionKey(
+            transfer_id="t", incarnation=region.incarnation, instance_id=region.instance_id, epoch=region.epoch
+        )
+        stamp = key.stamp()
+        data, call = stamp + bytes(region.num_bytes - 64) + stamp, both.stub.WriteTransfer()
+        is_near = ending != "far"
+        await call.write(worker_pb2.WriteTransferRequest(region=region, writer="w", data=data[:-1], is_ending=is_near))
+        async for answer in both.stub.WatchTransfer(worker_pb2.WatchTransferRequest(transfer_id="t")):
+            if answer.num_bytes:
+                assert answer.is_ending == is_near
+                break
+        committing = asyncio.ensure_future(_committed(both))
+        if not is_near:
+            assert (await committing).metadata["state"] == "writing"
+            return
+        await asyncio.sleep(0.2)
+        assert not committing.done() and not records.generations.any(), "nothing is granted yet"
+        if ending == "done":
+            request = worker_pb2.WriteTransferRequest(
+                offset=region.num_bytes - 1,
+                data=data[-1:],
+                last_word=worker_pb2.TRANSFER_LAST_WORD_DONE,
+                checksum=zlib.crc32(data),
+            )
+            await call.write(request)
+            await answer_of(call)
+            assert (await committing).state == worker_pb2.TRANSFER_STATE_VALIDATED and records.filled[:48].all()
+            return
+        if ending == "aborted":
+            await both.stub.AbortTransfer(worker_pb2.AbortTransferRequest(transfer_id="t"))
+        else:
+            call.cancel()
+        assert (await committing).reason_name == "TRANSFER_FAILED"
+        assert not records.generations.any(), "as the scheduler counts them"
+
+
+async def _committed(both: Pair) -> worker_pb2.CommitTransferResponse | MeshError:
+    try:
+        return await both.commit(range(48))
+    except grpc.aio.AioRpcError as error:
+        return mesh_error_from_rpc(error)
+
+
+async def test_kv_of_a_step_is_sent_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be asked for ahead of the step, which is waited for, and not for ever."""
+    async with pair() as both:
+        region = await both.prepare()
+        starting = asyncio.ensure_future(both.start(region, range(48), [1] * 48, after_step=1))
+        await asyncio.sleep(0.2)
+        assert not starting.done()
+        await prefill(both, 0, 1)
+        await starting
+        assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN
+        monkeypatch.setattr("radixmesh.daemons.worker.kv_transfer.transfers._AFTER_STEP_S", 0.1)
+        region = await both.prepare("u")
+        error = await error_of(both.start(region, range(48), [1] * 48, after_step=both.steps[0] + 1))
+        assert error.reason_name == "TRANSFER_FAILED" and f"step {both.steps[0] + 1}" in error.message
 
 
 async def test_pages_that_moved_on_are_neither_sent_nor_written() -> None:

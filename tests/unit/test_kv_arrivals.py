@@ -23,7 +23,20 @@ PATIENCE_S = 3.0
 ops = st.lists(
     st.tuples(
         st.sampled_from(
-            ("reserve", "prepared", "written", "valid", "stamp", "unsound", "cancel", "fail", "pass", "renew")
+            (
+                "reserve",
+                "prepared",
+                "soon",
+                "written",
+                "valid",
+                "stamp",
+                "gone",
+                "unsound",
+                "cancel",
+                "fail",
+                "pass",
+                "renew",
+            )
         ),
         st.integers(0, 3),
     ),
@@ -57,13 +70,19 @@ def test_pages_add_up_and_no_lock_is_left(steps: list[tuple[str, int]], page_siz
             continue
         elif what == "prepared":
             assert arrivals.prepared(arrival) == (arrival.state is ArrivalState.RESERVED)
-        elif what == "written":
-            if arrivals.written(state, arrival):
+        elif what in ("soon", "written"):
+            if arrivals.written(state, arrival, is_awaited=what == "soon"):
                 assert len(arrival.pages) == arrival.num_tokens // page_size
-        elif what in ("valid", "stamp", "unsound"):
+        elif what in ("valid", "stamp", "gone", "unsound"):
             if arrival.state is ArrivalState.COMMITTING:
                 num_unsound += len(arrival.pages) if what == "unsound" else 0
-                arrivals.committed(state, arrival, is_valid=what == "valid", are_pages_sound=what != "unsound")
+                arrivals.committed(
+                    state,
+                    arrival,
+                    is_valid=what == "valid",
+                    are_pages_sound=what != "unsound",
+                    was_granted=what != "gone",
+                )
         elif what == "cancel":
             arrivals.cancel(state, arrival.transfer_id)
         elif what == "fail":
@@ -216,3 +235,26 @@ def test_what_is_written_waits_for_pages_as_its_request_would() -> None:
     assert not arrivals.has_room(state, second), "it is locked until its request has it"
     arrivals.pass_time(state, 4.0)
     assert arrivals.has_room(state, second) and not arrivals.written(state, second), "its lease has run out"
+
+
+def test_what_is_committed_ahead_is_given_up_by_the_workers_word_alone() -> None:
+    """The pages are the scatter's until they say that there was none; a commit of what is written is not ended."""
+    world = World(page_size=1, num_pages=96)
+    state = world.planner.state
+    assert state is not None
+    arrivals = KvArrivals(world.planner.queue, patience_s=PATIENCE_S)
+    free = state.page_counts()[PageState.FREE]
+    for name, is_awaited in (("ahead", True), ("written", False)):
+        arrival = arrivals.reserve(state, name, as_ints(range(10, 40)), "", 4.0, 1, 0.0)
+        assert arrival is not None and arrivals.prepared(arrival)
+        assert arrivals.written(state, arrival, is_awaited=is_awaited)
+        generations = state.pages.pool.generations[arrival.pages].copy()
+        arrivals.pass_time(state, 100.0)
+        arrivals.cancel(state, name)
+        assert arrival.state is ArrivalState.COMMITTING
+        assert arrivals.take_failed() == ([arrival] if is_awaited else []), "the workers are told once"
+        assert state.page_counts()[PageState.LOADING] == len(arrival.pages)
+        arrivals.committed(state, arrival, is_valid=False, was_granted=not is_awaited)
+        assert arrival.state is ArrivalState.FAILED and state.page_counts()[PageState.FREE] == free
+        assert (state.pages.pool.generations[arrival.pages] == generations - is_awaited).all()
+        arrivals.take_failed()

@@ -14,10 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.planner_world import World
 
 from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.scheduler.pages import page_states
+from radixmesh.daemons.scheduler.pages.integrity import find_deep_violation
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import TRANSITIONS, PageState
+from radixmesh.daemons.scheduler.transfers.handovers import Handover
+from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
 
 SCHEDULER = Path(page_states.__file__).parents[1]
 NUM_PAGES = 12
@@ -203,3 +207,51 @@ def _restart(world: World, pinned: np.ndarray) -> None:
     world.executor.begin_epoch(world.epoch)
     snapshot = replace(world.snapshot(), pinned_pages=tuple(pinned.tolist()))
     world.planner.begin_epoch(world.epoch, world.group, snapshot)
+
+
+@pytest.mark.parametrize("is_gathered_first", [False, True])
+def test_pages_of_a_prompt_that_is_handed_over_are_nobody_elses_until_they_are_gathered(
+    is_gathered_first: bool,
+) -> None:
+    """Two requests compute one prompt at the same time: the cache has the pages of one, and those of the other are sent
+    as well."""
+    world = World(num_pages=64, inflight_prefix_min_tokens=1000, transfer_chunk_tokens=0)
+    planner, prompt = world.planner, list(range(3, 33))
+    state = planner.state
+    assert state is not None
+    target = KvTarget(
+        transfer_id="t",
+        regions=(b"r",),
+        addresses=("a",),
+        first_token=0,
+        num_tokens=len(prompt),
+        tokens_digest=digest_of("", as_ints(prompt)),
+    )
+    other = world.submit(prompt, stop=Stop(max_tokens=1, ignore_eos=True))
+    sent = world.submit(prompt, send_kv_to=target)
+    wanted: list[Handover] = []
+    for _ in range(20):
+        world.plan()
+        wanted += (taken := planner.handovers.take_wanted())
+        if taken and is_gathered_first:
+            planner.handovers.released(taken[-1], state)
+        world.execute()
+        world.process()
+    assert sent.finished and other.finished
+    (handover,) = wanted
+    assert handover.after_step == max(plan.step_id for plan in world.log if plan.chunks)
+    assert not any(len(plan.decode_set) for plan in world.log if plan.decode_set is not None), "none decodes here"
+    assert sent.finished.reason is FinishReason.HANDED_OVER and len(sent.tokens) == 1
+    states = state.pages.pool.states_of(handover.pages)
+    if is_gathered_first:
+        assert not state.pages.pool.num_leased
+        return
+    assert {*states.tolist()} <= {PageState.LEASED, PageState.CACHED}
+    assert PageState.LEASED in states.tolist(), "the cache has those of the other request"
+    # Neither can be had by others, whatever they want.
+    world.submit([40] * 20, stop=Stop(max_tokens=10, ignore_eos=True))
+    world.run()
+    assert (state.pages.pool.generations[handover.pages] == handover.generations).all()
+    planner.handovers.released(handover, state)
+    assert not state.pages.pool.num_leased and state.pages.pool.is_balanced()
+    assert not find_deep_violation(state.pages.pool, state.pages.cache, state.table)

@@ -44,6 +44,7 @@ class WorkerStream:
         self.takes_plan_batches = False
         """The worker takes several plans in one message."""
         self.transfer_kv = worker_pb2.KvFormat()
+        self.sends_behind_steps = False
         """Of the KV that the worker sends and takes; empty: it does neither."""
         self.placement: worker_pb2.ExpertPlacement | None = None
         """Of experts that ranks share, once claimed."""
@@ -69,6 +70,7 @@ class WorkerStream:
         self._takes_alive = answer.hello.capabilities.takes_alive
         self.takes_plan_batches = answer.hello.capabilities.takes_plan_batches
         self.transfer_kv.CopyFrom(answer.hello.capabilities.transfer_kv)
+        self.sends_behind_steps = answer.hello.capabilities.sends_behind_steps
         return answer.hello
 
     async def complete(self, plan: bytes) -> None:

@@ -284,6 +284,9 @@ class TransferCalls:
             if max(part.writer for part in parts) >= len(ranks):
                 raise _failed(f"KV is wanted of more ranks than there are, {len(ranks)}: restart the router")
             async with asyncio.timeout(_GATHER_S):
+                # An older worker would find no KV in pages that are being computed.
+                while not all(rank.sends_behind_steps for rank in ranks) and _is_in_flight(handover):  # noqa: ASYNC110
+                    await asyncio.sleep(_ROOM_POLL_S)
                 await together(
                     [
                         ranks[part.writer].transport.start_transfer(_start_of(ranks[part.writer], handover, part))
@@ -299,6 +302,12 @@ class TransferCalls:
             self._planner.handovers.released(handover, self._planner.state)
             self._changed()
         return True
+
+
+def _is_in_flight(handover: Handover) -> bool:
+    """True if the result of the step that computes it has not come."""
+    oldest = handover.state.in_flight.oldest
+    return oldest is not None and oldest.plan.step_id <= handover.after_step
 
 
 def _dismiss(task: asyncio.Task[list[None]]) -> None:
