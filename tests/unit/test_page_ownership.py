@@ -216,6 +216,8 @@ def test_pages_of_a_prompt_that_is_handed_over_are_nobody_elses_until_they_are_g
     """Two requests compute one prompt at the same time: the cache has the pages of one, and those of the other are sent
     as well."""
     world = World(num_pages=64, inflight_prefix_min_tokens=1000, transfer_chunk_tokens=0)
+    world.group = replace(world.group, has_transfers=True)
+    world.begin_epoch()
     planner, prompt = world.planner, list(range(3, 33))
     state = planner.state
     assert state is not None

@@ -77,7 +77,7 @@ class KvHandovers:
         self._sending: dict[Sequence, _Sending] = {}
         """Of requests from their admission until they are over."""
         self._held: dict[Handover, _Held | None] = {}
-        """What is kept while a last chunk is gathered; None: the slot has it yet."""
+        """Kept while a last chunk is gathered; None: the slot has it yet."""
         self._wanted: list[Handover] = []
         self._given_up: list[KvTarget] = []
         self.num_started = self.num_chunks = 0
