@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
@@ -197,10 +199,17 @@ class CudaDevice(Device):
     """One GPU; work goes to one stream. Graphs share one memory pool: one runs at a time."""
 
     _current = _Current()
+    _is_first = True
 
     can_capture = True
 
     def __init__(self, index: int = 0) -> None:
+        # Ahead of all kernels: several threads of a worker launch them.
+        load_launchers_apart()
+        if not CudaDevice._is_first:
+            # Memory and graphs of an earlier runner of the process, before this one sizes its own. A worker has none.
+            gc.collect()
+        CudaDevice._is_first = False
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -258,7 +267,12 @@ class CudaDevice(Device):
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may allocate memory, lock it or give it back meanwhile, for KV transfers: that ends no capture.
+        mode = "thread_local"
+        with (
+            without_collections(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             result = work()
 
         def replay() -> torch.Tensor:
@@ -285,6 +299,19 @@ class CudaDevice(Device):
             torch.cuda.set_device(self.torch_device)
             torch.cuda.set_stream(self._stream)
             self._current.device = self
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """The garbage collector rests meanwhile. What it frees may be graphs or page-locked memory, and a capture of the
+    thread on which it runs would be invalidated by that."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class DeviceClock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -250,7 +251,9 @@ def _ask(compilers: KernelCompilers, untuned: Callable[[], ModelOnDevice]) -> No
         runner = create_runner(untuned(), num_pages=_PAGES_TO_COMPILE)
         if runner.can_compile_ahead:
             compilers.ask(runner.launch_all)
+        # It is part of cycles: its memory would be missing when the pool is sized.
         del runner
+        gc.collect()
         torch.cuda.empty_cache()
     # The start does not depend on it; what is wrong with the settings is said again, by what does.
     except Exception as error:
