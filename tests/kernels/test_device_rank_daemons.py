@@ -26,7 +26,7 @@ from support.serve_client import ServeClient, serve_client
 from support.triton_interpreter import launch_in_turns
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.scheduler.planning import expert_balancer
+from radixmesh.daemons.scheduler.planning.experts import expert_balancer
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.config import Backend
 from radixmesh.daemons.worker.cuda import load
@@ -37,7 +37,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.host_records import HostRecords
 

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings
-from radixmesh.daemons.worker.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_store.backend import KvBackend, KvStoreError, ReadResult, StoreFailure, Usage
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.memory_backend import MemoryBackend

@@ -41,11 +41,11 @@ from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
-from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.speculation.settings import Speculation
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales

@@ -47,8 +47,8 @@ from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, Toke
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
-from radixmesh.daemons.worker.host_pool import ArrayHostPool
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.runner import (
     DecodeRows,

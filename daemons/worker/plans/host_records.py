@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 

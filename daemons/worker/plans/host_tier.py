@@ -17,7 +17,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove, StepPlan
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
-from radixmesh.daemons.worker.host_pool import HostPool
+from radixmesh.daemons.worker.host_memory.host_pool import HostPool
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable

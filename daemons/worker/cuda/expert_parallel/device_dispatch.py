@@ -23,7 +23,7 @@ from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.ops import Ops
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
 from radixmesh.kernels.moe.route import Routes
 
