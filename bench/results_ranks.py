@@ -86,8 +86,8 @@ def ranks(_: Mapping[str, Any]) -> list[str]:
         *("### Ranks of one model on two H100", ""),
         wrapped(
             f"Llama-3.1-8B's shape, tokens a second of one GPU and of two (`{got['dense']['command']}`). Before "
-            "waiting sums looked at the host's word less often, decode-256 of two ranks gave 6,342: with one allocation in "
-            "seven every sum took 0.2 to 1.9 ms."
+            "waiting sums looked at the host's word less often, decode-256 of two ranks gave 6,342: with one allocation "
+            "in seven every sum took 0.2 to 1.9 ms."
         ),
         "",
         *table(["workload", "one GPU", "two", "gain", "idle of two"], dense),
@@ -139,7 +139,7 @@ def draft_networks(_: Mapping[str, Any]) -> list[str]:
             f"EAGLE-3's layer before {got['shape']}'s shape inside captured steps, 4 drafts a row, which are "
             f"overwritten so that a known share is right, {got['context']} tokens of context (`{got['command']}`). "
             "The network is of random weights: its time is true, its drafts are not used. Below, the same on an H100: "
-            "trees of 4 levels with 7 drafts a row, of which one path is right as far as told, and 256 rows in chains of 4."
+            "trees of 4 levels with 7 drafts a row, of which one path is right as far as told, and 256 rows in chains."
         ),
         "",
         *table(
