@@ -86,8 +86,8 @@ def ranks(_: Mapping[str, Any]) -> list[str]:
         *("### Ranks of one model on two H100", ""),
         wrapped(
             f"Llama-3.1-8B's shape, tokens a second of one GPU and of two (`{got['dense']['command']}`). Before "
-            "waiting sums looked at the host's word less often, decode-256 of two ranks gave 6,342: with one allocation "
-            "in seven every sum took 0.2 to 1.9 ms."
+            "waiting sums looked at the host's word less often, decode-256 of two ranks gave 6,342: in one case of "
+            "seven every sum took 0.2 to 1.9 ms."
         ),
         "",
         *table(["workload", "one GPU", "two", "gain", "idle of two"], dense),
