@@ -11,7 +11,7 @@ without any token, and all tokens have to come. device_busy: by rank, share of t
 --router-skew K: of random weights (or of a copy of --model), the logits of expert e of E are multiplied by exp(K x (1 /
 2 - e / E)), so that ranks have different shares of the work. --balance: decodes before experts move, while they do
 until no more need to, and behind it, by a scheduler each: balancedness is the mean over the most of the rows that the
-ranks' experts computed.
+ranks' experts computed. --results: file of what is known so far, after each decode.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from gpu.kept import Kept
 from gpu.mesh import device_steps, free_port, gpu_name, metric_sums, short_line
 from gpu.shapes import SHAPES, write_shape
 from hop_ladder.bulk_stream import BulkStream
@@ -107,28 +108,24 @@ class Ranks:
         return {**flags, **_flags(args.worker)}
 
 
-async def measure(args: argparse.Namespace) -> dict[str, object]:
+async def measure(args: argparse.Namespace, kept: Kept) -> None:
+    kept.note(
+        command=" ".join(["python", *sys.argv]),
+        machine=f"{gpu_name()}, {os.cpu_count()} cores",
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        layout=f"{args.layout} {args.ranks}",
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with Processes(folder, "unix", start_s=_START_S) as processes:
             ranks, started = Ranks(processes, folder, args), time.monotonic()
-            await asyncio.gather(*(ranks.start(rank) for rank in range(args.ranks)))
-            start_s = time.monotonic() - started
             try:
-                results = await (_balanced if args.balance else _decodes)(processes, ranks, args)
+                await asyncio.gather(*(ranks.start(rank) for rank in range(args.ranks)))
+                kept.note(start_s=round(time.monotonic() - started, 2), kv_tokens=ranks.num_tokens())
+                await (_balanced if args.balance else _decodes)(processes, ranks, args, kept)
             except BaseException:
                 _show_logs(folder)
                 raise
-            kv_tokens = ranks.num_tokens()
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "layout": f"{args.layout} {args.ranks}",
-        "start_s": round(start_s, 2),
-        "kv_tokens": kv_tokens,
-        "decodes": results,
-    }
 
 
 def _show_logs(folder: Path) -> None:
@@ -136,18 +133,18 @@ def _show_logs(folder: Path) -> None:
         print(log.stem, log.read_text()[-2000:], file=sys.stderr)
 
 
-async def _decodes(processes: Processes, ranks: Ranks, args: argparse.Namespace) -> dict[str, object]:
+async def _decodes(processes: Processes, ranks: Ranks, args: argparse.Namespace, kept: Kept) -> None:
     scheduler = await Scheduler.start(processes, ranks, args, "scheduler")
     results: dict[str, object] = {}
     for index, decode in enumerate(args.decode):
         is_last = index + 1 == len(args.decode)
         row = await _run(processes, ranks, decode, args, scheduler.name, kill=args.kill if is_last else None)
         results[f"{decode.rows}x{decode.context}"] = row
+        kept.note(decodes=results)
         print(json.dumps({str(decode): row}), file=sys.stderr, flush=True)
-    return results
 
 
-async def _balanced(processes: Processes, ranks: Ranks, args: argparse.Namespace) -> dict[str, object]:
+async def _balanced(processes: Processes, ranks: Ranks, args: argparse.Namespace, kept: Kept) -> None:
     """Results before, during and after a time in which experts move."""
     results: dict[str, object] = {}
     for phase, threshold in (("before", 0.0), ("moving", args.balance_threshold), ("after", 0.0)):
@@ -164,9 +161,9 @@ async def _balanced(processes: Processes, ranks: Ranks, args: argparse.Namespace
                 break
             num_placed = experts["placements_total"]
         results[phase] = {"decodes": rows, **experts}
+        kept.note(decodes=results)
         print(json.dumps({phase: results[phase]}), file=sys.stderr, flush=True)
         await processes.stop(scheduler.name)
-    return results
 
 
 class Scheduler(NamedTuple):
@@ -319,7 +316,10 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the workers")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the scheduler")
-    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
+    args = parser.parse_args()
+    with Kept(args.results) as kept:
+        asyncio.run(measure(args, kept))
 
 
 if __name__ == "__main__":
