@@ -277,6 +277,8 @@ class DeviceRunner(ModelRunner):
         if may_have_chunks and self._decodes.is_cut():
             # A rank with chunks runs them whole: rows of two halves and of a whole would meet in one collective.
             experts.room = 0
+        # A rank with chunks has no graph for them.
+        self._decodes.may_replay = experts.mixes or not may_have_chunks
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
