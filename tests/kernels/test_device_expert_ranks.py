@@ -153,7 +153,7 @@ def test_a_normal_forward_waits_for_nothing_but_the_numbers_of_all_ranks(
 
 def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callable[[int], ThreadGroup]) -> None:
     runner = _runner(_MODELS / "tiny-deepseek", AllToAllDispatch(group_of(2).groups[0]))
-    assert runner._experts is not None
+    assert runner.links.experts is not None
     rooms = []
     for mode, most in (
         (DispatchMode.LOW_LATENCY, 8),
@@ -162,18 +162,18 @@ def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callabl
         (DispatchMode.UNSPECIFIED, 3),
     ):
         runner.set_dispatch_mode(mode, most)
-        rooms.append(runner._experts.room)
+        rooms.append(runner.links.experts.room)
     assert rooms == [8, 0, 0, 0]
 
 
 def test_steps_in_which_a_rank_may_have_chunks_are_cut_on_no_rank(group_of: Callable[[int], ThreadGroup]) -> None:
     experts = AllToAllDispatch(group_of(2).groups[0])
     runner = _runner(_MODELS / "tiny-deepseek", experts, two_batch_min_rows=4)
-    assert runner._experts is not None
+    assert runner.links.experts is not None
     rooms = []
     for most, may_have_chunks in ((8, False), (8, True), (3, True)):
         runner.set_dispatch_mode(DispatchMode.LOW_LATENCY, most, may_have_chunks=may_have_chunks)
-        rooms.append(runner._experts.room)
+        rooms.append(runner.links.experts.room)
     # Fewer rows are not cut anyhow.
     assert rooms == [8, 0, 3]
 

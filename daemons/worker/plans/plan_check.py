@@ -21,9 +21,9 @@ from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Grant, Ste
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.admit_check import check_admit
 from radixmesh.daemons.worker.plans.barrier_ops import check_barrier_ops, flushes
-from radixmesh.daemons.worker.plans.host_tier import HostTier, check_moves
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier, check_moves
 from radixmesh.daemons.worker.runner import ModelRunner
 
 _PAGE_CONFLICT = ErrorReason.ERROR_REASON_PAGE_CONFLICT

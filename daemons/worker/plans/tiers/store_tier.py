@@ -32,7 +32,7 @@ from radixmesh.daemons.worker.host_memory.host_pool import HostPool
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
-from radixmesh.daemons.worker.plans.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
