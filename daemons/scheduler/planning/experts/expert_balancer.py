@@ -37,7 +37,8 @@ _LEAST_GAIN = 0.02
 _LAYERS_A_CALL = 4
 # Seconds that a slice should take. Requests wait as long, far below the second that they may.
 _SLICE_S = 0.1
-_FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 26
+# The most is what a worker takes. An op costs some steps until it is answered, so that large slices are quicker.
+_FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 28
 _ALIGNMENT = 512
 # Of the time, requests have this many times as much as moves.
 _PAUSE = 3.0

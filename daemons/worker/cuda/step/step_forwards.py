@@ -111,3 +111,5 @@ class StepForwards:
         if may_have_chunks and self.decodes.is_cut():
             # A rank with chunks runs them whole: rows of two halves and of a whole would meet in one collective.
             experts.room = 0
+        # A rank with chunks has no graph for them.
+        self.decodes.may_replay = experts.mixes or not may_have_chunks
