@@ -66,6 +66,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
     stand_ins = {"cudart": lambda: runtime, "check_error": lambda _: None, "Stream": Stream}
+    stand_ins["is_current_stream_capturing"] = lambda: False
     for name, stand_in in {**stand_ins, "device": nothing, "stream": nothing}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device = SimpleNamespace(torch_device=torch.device("cpu"), stream=Stream(), event_on=lambda stream: Event())
