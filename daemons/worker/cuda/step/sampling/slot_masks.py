@@ -57,7 +57,7 @@ class SlotMasks(MaskMemory):
             words_MW=torch.zeros_like(self._words_MW, device=where),
             positions_M=device.host_ints(num_masks),
         )
-        self._positions: IntArray = self._host.positions_M.numpy()
+        self.positions: IntArray = self._host.positions_M.numpy()
         self._free = list(range(num_masks - 1, -1, -1))
         self._lock = threading.Lock()
         self._state = GuidedSlots(
@@ -78,7 +78,7 @@ class SlotMasks(MaskMemory):
                 message = "too many grammars of outputs that are gone are still being followed: retry"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
             row = self._free.pop()
-        self._positions[row] = 0
+        self.positions[row] = 0
         self._admitting[admit.slot] = row
         return _Row(self, row)
 
@@ -145,7 +145,7 @@ class SlotMasks(MaskMemory):
 
     def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
-        self._positions[rows] = positions
+        self.positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
