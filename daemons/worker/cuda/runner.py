@@ -82,7 +82,8 @@ NetworkCreator = Callable[[SlotState], DeviceNetwork]
 class RunnerLimits:
     """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows, prompt_rows: sizes of
     the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is.
-    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do."""
+    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do. mask_processes: fill
+    the masks of grammars; 0: threads of this process do."""
 
     num_slots: int
     max_tokens_per_step: int
@@ -90,6 +91,7 @@ class RunnerLimits:
     graph_rows: tuple[int, ...]
     prompt_rows: tuple[int, ...] = ()
     two_batch_min_rows: int = 0
+    mask_processes: int = 0
 
 
 class DeviceRunner(ModelRunner):
@@ -147,7 +149,11 @@ class DeviceRunner(ModelRunner):
             # A mask may be late for one rank alone: its rows would yield nothing, and those of the others a token.
             self.takes_grammars = not self._attention.needs_exact_lengths and group is None
             self.masks = SlotMasks(
-                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+                device,
+                num_slots=limits.num_slots,
+                max_rows=limits.num_slots,
+                vocab_size=self.vocab_size,
+                num_processes=limits.mask_processes if self.takes_grammars else 0,
             )
             self._create_sampler = partial(
                 SlotSampler,
