@@ -143,7 +143,7 @@ class Guide:
 
     @staticmethod
     def fail_all(guides: Iterable[Guide], error: Exception) -> None:
-        """What moved these outputs on failed in a way that nobody foresaw: they end, as none has a mask to wait for."""
+        """An error that nobody foresaw ends these outputs: none of them has a mask to wait for."""
         guides = list(guides)
         for guide in guides:
             guide._fail(error)

@@ -283,7 +283,7 @@ class StepExecutor:
         return DONE if newest is None else self._launched[newest].event
 
     def _guide_of(self, admit: Admit) -> tuple[bool, Guide | None]:
-        """Whether a request follows a grammar, and its guide if the step thread reads its masks; where it cannot be
+        """True if a request follows a grammar, and its guide if the step thread reads its masks; where it cannot be
         followed, its slot has failed."""
         blob = self.blobs.admitted(admit)
         if not blob or self._grammars is None:
