@@ -196,6 +196,29 @@ def test_a_process_that_ends_with_outputs_open_has_a_successor(
     _until(lambda: sum(map(len, outputs.masks._free)) == len(outputs.masks.words), "no row is lost")
 
 
+def test_reports_that_make_no_sense_end_their_process_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another process, a frame without an end, and no frame at all."""
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    part, other = outputs.guides._parts
+    assert other.link is not None
+    others = other.link.pid
+    for bad in (np.full((3, 1), outputs.masks.rows_a_part, np.int32).tobytes(), b"123", None):
+        _until(lambda: part.state is process_guides._State.LIVE, "it is back")
+        link = part.link
+        assert link is not None
+        killed = link.pid
+        oversized = HEAD.pack(Kind.PUBLISHED, 1 << 30)
+        data = oversized if bad is None else frame(Kind.PUBLISHED, bad)
+        read = link._reader.read
+        monkeypatch.setattr(link._reader, "read", lambda _, read=read, data=data: read(data))
+        _until(lambda killed=killed: killed not in outputs.guides.pids, "it is replaced")
+        outputs.check()
+        part._ends.clear()
+    assert others in outputs.guides.pids
+
+
 def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_guides, "_REST_S", 0.5)
     for slot in range(NUM_SLOTS):

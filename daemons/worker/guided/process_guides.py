@@ -97,9 +97,11 @@ class ProcessGuides(Guides):
         threading.Thread(target=self._serve, name="masks-io", daemon=True).start()
 
     def wait_ready(self, seconds: float) -> bool:
-        """Waits at most so long until all processes are there; True if they are."""
+        """Waits at most so long until all processes are there, or keep ending; True if they are there."""
+        settled = (_State.LIVE, _State.RESTING)
         with self._changed:
-            return self._changed.wait_for(lambda: all(part.state is _State.LIVE for part in self._parts), seconds)
+            self._changed.wait_for(lambda: all(part.state in settled for part in self._parts), seconds)
+        return all(part.state is _State.LIVE for part in self._parts)
 
     @property
     def pids(self) -> Sequence[int]:
@@ -416,7 +418,7 @@ class _Part:
         try:
             for kind, payload in link.read():
                 if kind == Kind.PUBLISHED:
-                    published.append(np.frombuffer(payload, np.int32).reshape(3, -1))
+                    published.append(self._checked(np.frombuffer(payload, np.int32).reshape(3, -1)))
                 elif kind == Kind.FREED:
                     self._freed(*np.frombuffer(payload, np.int32).tolist())
                 elif kind == Kind.FAILED:
@@ -430,6 +432,12 @@ class _Part:
         if link.num_kept_bytes:
             with self._lock:
                 link.flush()
+
+    def _checked(self, published: IntArray) -> IntArray:
+        rows, size = published[0], self._guides._rows_a_part
+        if len(rows) and not (size * self.number <= rows.min() and rows.max() < size * (self.number + 1)):
+            raise ValueError(f"masks of rows that are not those of process {self.number}")
+        return published
 
     def check(self, now_s: float) -> None:
         """Once a second."""
