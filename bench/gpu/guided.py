@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from gpu.guided_vocabulary import write_vocabulary
+from gpu.kept import Kept
 from gpu.mesh import device_steps, free_port, gpu_name, short_line
 from gpu.shapes import write_shape
 from guided_masks import measured, percentiles
@@ -67,7 +68,7 @@ def array_of(properties: Mapping[str, object], num_tokens: int) -> str:
     return json.dumps({"type": "array", "items": item, "minItems": num_tokens})
 
 
-async def measure(args: argparse.Namespace) -> dict[str, object]:
+async def measure(args: argparse.Namespace, kept: Kept) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model or write_shape(args.shape, folder)
@@ -75,23 +76,29 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             write_vocabulary(model, json.loads((model / "config.json").read_text())["vocab_size"])
         vocabulary = vocabulary_of(model)
         backend = load_backend("xgrammar", vocabulary)
-        result: dict[str, object] = {}
+        kept.note(
+            command=" ".join(["python", *sys.argv]),
+            machine=f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
+            versions={"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format},
+            shape=model.name,
+            vocabulary=vocabulary.vocab_size,
+            rows=args.rows,
+            tokens=args.tokens,
+        )
         if not args.only_jumps:
-            result = await _through_mesh(args, folder, model, backend, vocabulary)
-            try:
-                result["masks"] = await _masks(args, model, vocabulary)
-            except Exception as error:  # The runs above took minutes of a GPU.
-                result["masks"] = {"error": repr(error)}
+            kept.note(**await _through_mesh(args, folder, model, backend, vocabulary, kept))
+            kept.note(masks=await _masks(args, model, vocabulary))
         if args.jump_forward:
-            result["jump_forward"] = await _jump_forward(args, folder, model, backend, vocabulary)
-    machine = f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format}
-    of = {"shape": model.name, "vocabulary": vocabulary.vocab_size, "rows": args.rows, "tokens": args.tokens}
-    return {"command": " ".join(["python", *sys.argv]), "machine": machine, "versions": versions, **of, **result}
+            kept.note(jump_forward=await _jump_forward(args, folder, model, backend, vocabulary))
 
 
 async def _through_mesh(
-    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend, vocabulary: GuidedVocabulary
+    args: argparse.Namespace,
+    folder: Path,
+    model: Path,
+    backend: GrammarBackend,
+    vocabulary: GuidedVocabulary,
+    kept: Kept,
 ) -> dict[str, object]:
     artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, args.tokens)))
     results: dict[str, object] = {}
@@ -118,6 +125,7 @@ async def _through_mesh(
                 "guided_of_free": round(_speed(best["guided"]) / _speed(best["free"]), 4),
                 "others_of_free": round(_others(rows["mixed"]) / _others(rows["free"]), 4),
             }
+            kept.note(**results)
             print(json.dumps(results), file=sys.stderr, flush=True)
         checked = _check(backend, artefact, mesh.guided_outputs)
         lines = mesh.log("worker").splitlines()
@@ -250,15 +258,15 @@ async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabu
     compiler = GrammarCompiler(model, "xgrammar", GrammarLimits(timeout_s=60.0))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     try:
-        for schema in tools:
+        # Twice in a row: of a large vocabulary the cache does not hold all of them.
+        for schema in [schema for schema in tools for _ in range(2)]:
+            since_s = time.perf_counter()
             source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(schema))
-            for _ in range(2):
-                since_s = time.perf_counter()
-                try:
-                    artefact = await compiler.compile(source)
-                except MeshError:
-                    break  # measured() counts it.
-                seconds[artefact.is_cached].append(time.perf_counter() - since_s)
+            try:
+                artefact = await compiler.compile(source)
+            except MeshError:
+                continue  # measured() counts those that are refused.
+            seconds[artefact.is_cached].append(time.perf_counter() - since_s)
     finally:
         compiler.close()
     return {
@@ -365,9 +373,13 @@ def main() -> None:
     parser.add_argument("--only-jumps", action="store_true", help="nothing but --jump-forward")
     parser.add_argument("--timeout-s", type=float, default=100.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
+    parser.add_argument(
+        "--results", type=Path, default=None, metavar="FILE", help="what is known so far, after each part"
+    )
     args = parser.parse_args()
     args.among = args.rows // 4 if args.among is None else args.among
-    print(json.dumps(asyncio.run(measure(args)), indent=1))
+    with Kept(args.results) as kept:
+        asyncio.run(measure(args, kept))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.tokenizer.config import TokenizerSettings

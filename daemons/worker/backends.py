@@ -28,10 +28,10 @@ from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import Guides, jump_forward
 from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
+from radixmesh.daemons.worker.ranks.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, ByGrammar, Drafter, EachRow, NoDrafts
@@ -40,8 +40,8 @@ from radixmesh.daemons.worker.speculation.settings import NETWORKS, Speculation
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-    from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
-    from radixmesh.daemons.worker.group import Group
+    from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
+    from radixmesh.daemons.worker.ranks.group import Group
 
 log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.guided.backend import BACKENDS
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.settings import setting
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW, MAX_TREE_CANDIDATES
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault

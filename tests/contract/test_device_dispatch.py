@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDisp
 from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ops import TorchOps
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
 from radixmesh.kernels.moe.route import Routes
 

@@ -91,6 +91,7 @@ def test_masks_of_processes_are_those_of_the_cpu_worker(expected, lag):
         guides.attach(runner.masks, num_slots=8, max_total_len=runner.max_total_len)
         assert guides.wait_ready(120)
         run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5, guides=guides)
+        assert len(guides) == 4
         deadline, has_killed = time.monotonic() + 200, False
         while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
             assert time.monotonic() < deadline, run.tokens

@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.cuda.fp8.expert_weights import PlainExpertWeights
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.runner import ModelRunner, Segment
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts

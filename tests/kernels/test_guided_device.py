@@ -116,6 +116,7 @@ def test_masks_of_processes_are_those_of_the_cpu_worker_and_outlive_them(expecte
     assert guides.wait_ready(120)
     try:
         run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS, guides=guides)
+        assert len(guides) == 3
         deadline, num_kills = time.monotonic() + 200, 0
         while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
             assert time.monotonic() < deadline, run.tokens

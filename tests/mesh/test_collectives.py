@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
 from radixmesh.daemons.worker.collectives.member import _MOST_ATTEMPTS, CollectiveMember
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0

@@ -10,9 +10,9 @@ from support.cpu_ranks import NUM_TOKENS, TIMEOUT_S, Ranks, Text, ranks_of, sche
 from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.scheduler.planning import expert_balancer
+from radixmesh.daemons.scheduler.planning.experts import expert_balancer
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.worker.expert_moves import ExpertMoves
+from radixmesh.daemons.worker.experts.expert_moves import ExpertMoves
 
 NUM_TEXTS = 6
 NUM_OUTPUT = 60

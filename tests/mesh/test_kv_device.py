@@ -20,13 +20,13 @@ from support.kv_writers import needs_nixl, write_to_device
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import device_transport
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
-from radixmesh.daemons.worker.kv_transfer.nixl_transport import NixlTransport
-from radixmesh.daemons.worker.kv_transfer.shared_memory import opened
+from radixmesh.daemons.worker.kv_transfer.transports import device_transport
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
+from radixmesh.daemons.worker.kv_transfer.transports.nixl_transport import NixlTransport
+from radixmesh.daemons.worker.kv_transfer.transports.shared_memory import opened
 from radixmesh.worker.v1 import worker_pb2
 
 DEVICE = TransferTransport.DEVICE

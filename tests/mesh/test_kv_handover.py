@@ -26,7 +26,7 @@ from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 60.0

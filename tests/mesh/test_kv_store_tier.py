@@ -25,7 +25,7 @@ from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.plans.store_tier import StoreTier
+from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 
 
 class Replica:

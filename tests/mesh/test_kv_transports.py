@@ -19,13 +19,14 @@ from support.kv_writers import hold_and_write, needs_nixl, write_by_nixl
 
 from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import host_process, nixl_agent, shared_memory
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer import host_process
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
+from radixmesh.daemons.worker.kv_transfer.transports import nixl_agent, shared_memory
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
 
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)

@@ -15,9 +15,9 @@ from support.kv_writers import needs_nixl
 from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.arrays import as_ints
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.lifecycle import ReceiveState
 from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.worker.v1 import worker_pb2
 
 NUM_TOKENS = 48

@@ -16,7 +16,7 @@ from radixmesh.client import AsyncClient, Completion
 from radixmesh.client.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.http.server.server import HttpServer
-from radixmesh.daemons.router.peers import scheduler_pool
+from radixmesh.daemons.router.peers.schedulers import scheduler_pool
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.sampling import output_seed
 from radixmesh.router.v1 import router_pb2

@@ -16,8 +16,8 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import Guides
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 from support.plans import Steps, admit, chunk, grant

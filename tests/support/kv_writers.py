@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import shared_memory
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.transports import shared_memory
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
 from support.host_kv_device import HostKvDevice
 

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.scheduler.sequence import SequenceKey
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.step_handle import StepHandle

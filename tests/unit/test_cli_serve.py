@@ -19,7 +19,7 @@ from radixmesh.cli.serve.model_check import CheckedModel, ModelCheckError, check
 from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.daemons.cluster.compose.compose import DependencyCondition
 from radixmesh.daemons.cluster.compose.reader import read_compose
-from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.router.requests.intake.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.config import WorkerSettings
 

@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.guided.guides import jump_forward
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 pytest.importorskip("xgrammar")

@@ -17,13 +17,13 @@ from support.segment_writer import LIMITS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, byt
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove
-from radixmesh.daemons.worker import host_segment
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.host_pool import ArrayHostPool
-from radixmesh.daemons.worker.host_segment import HostSegment
-from radixmesh.daemons.worker.plans.host_records import HostRecords
-from radixmesh.daemons.worker.plans.host_tier import HostTier
+from radixmesh.daemons.worker.host_memory import host_segment
+from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier
 
 NONE = np.zeros(0, np.int32)
 

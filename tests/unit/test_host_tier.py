@@ -21,7 +21,7 @@ from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
 from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey

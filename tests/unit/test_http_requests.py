@@ -27,11 +27,11 @@ from radixmesh.daemons.router.http.answers.usage import usage_of
 from radixmesh.daemons.router.http.bodies.body import parse, parse_whole
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
 from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
-from radixmesh.daemons.router.http.endpoints.prompts import name_requests
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.http.request_types.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.request_types.native_request import NativeRequest
+from radixmesh.daemons.router.http.request_types.prompts import name_requests
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.updates import Delta, Finished, Logprobs, Update

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from radixmesh.daemons.router.peers.link_health import LinkHealth
-from radixmesh.daemons.router.peers.link_placement import LinkPlacement
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy

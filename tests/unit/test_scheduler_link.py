@@ -13,9 +13,9 @@ from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.frame_stream import FrameStream
-from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
-from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.scheduler_events import SchedulerEvents
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack

@@ -19,7 +19,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import StepPlan, TokenLogprobs
 from radixmesh.daemons.scheduler.config import SchedulerSettings
@@ -27,8 +27,8 @@ from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
-from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
-from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.timing.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.queue.grammars import Grammar
 from radixmesh.daemons.scheduler.results.outputs import Outputs, TokenRow, rows_of
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox

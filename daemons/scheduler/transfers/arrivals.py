@@ -21,8 +21,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
 from radixmesh.daemons.scheduler.pages.integrity import quarantine
+from radixmesh.daemons.scheduler.planning.admission.rank_placement import arrival_ranks
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
-from radixmesh.daemons.scheduler.planning.rank_placement import arrival_ranks
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart

@@ -16,8 +16,8 @@ import torch
 
 from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertDispatch
-from radixmesh.daemons.worker.expert_slots import ExpertSlots
+from radixmesh.daemons.worker.experts.expert_dispatch import Dispatched, ExpertDispatch
+from radixmesh.daemons.worker.experts.expert_slots import ExpertSlots
 
 _SLOT_BYTES = 8
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
 from radixmesh.daemons.worker.collectives.heartbeat import MISSED_ROUNDS, PERIOD_S, Heartbeat
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

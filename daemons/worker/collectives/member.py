@@ -14,8 +14,8 @@ from radixmesh.daemons.worker.collectives.communicator import Communicator, Conn
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -23,13 +23,13 @@ from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
 from radixmesh.daemons.worker.cpu.tree_rows import Moves, accepted_rows, attention_parts, drafts_before, moves_of
 from radixmesh.daemons.worker.cpu.two_batches import TwoBatches, halves
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
-from radixmesh.daemons.worker.group import Group, LocalGroup
-from radixmesh.daemons.worker.host_pool import ArrayHostPool
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
+from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatch
+from radixmesh.daemons.worker.ranks.group import Group, LocalGroup
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
@@ -217,10 +219,17 @@ class CudaDevice(Device):
     """One GPU; work goes to one stream. Graphs share one memory pool: one runs at a time."""
 
     _current = _Current()
+    _is_first = True
 
     can_capture = True
 
     def __init__(self, index: int = 0) -> None:
+        # Ahead of all kernels: several threads of a worker launch them.
+        load_launchers_apart()
+        if not CudaDevice._is_first:
+            # Memory and graphs of an earlier runner of the process, before this one sizes its own. A worker has none.
+            gc.collect()
+        CudaDevice._is_first = False
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -280,7 +289,12 @@ class CudaDevice(Device):
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may allocate memory, lock it or give it back meanwhile, for KV transfers: that ends no capture.
+        mode = "thread_local"
+        with (
+            without_collections(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             result = work()
 
         def replay() -> torch.Tensor:
@@ -319,6 +333,19 @@ def _locked_as(shape: tuple[int, ...], memory: LockedMemory) -> torch.Tensor:
     # Locked as long as the tensor is there.
     weakref.finalize(ints, lambda _: None, memory).atexit = False
     return ints
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """The garbage collector rests meanwhile. What it frees may be graphs or page-locked memory, and a capture of the
+    thread on which it runs would be invalidated by that."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class DeviceClock:

@@ -23,8 +23,8 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, best_of, driver_call, ways_for
-from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_pool import HostPool, host_pages_in
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 _log = get_logger(__name__)

@@ -24,18 +24,18 @@ from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.barrier_ops import commit
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
-from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
-from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
-from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
-from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
-from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
-from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
-from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
-from radixmesh.daemons.worker.plans.written import Written
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.rows.guided_rows import sampled_tokens, settle_guided, without_late
+from radixmesh.daemons.worker.plans.rows.repeated_rows import RepeatedRows
+from radixmesh.daemons.worker.plans.rows.result_builder import ResultBuilder
+from radixmesh.daemons.worker.plans.rows.uneven_rows import settle_bounded, settle_uneven
+from radixmesh.daemons.worker.plans.rows.written import Written
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.slot_blobs import SlotBlobs
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent, StepHandle
 
@@ -79,7 +79,8 @@ class StepExecutor:
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
-        self._guides = guides or SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
+        # Guides without a slot are empty, and false.
+        self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1) if guides is None else guides
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous

@@ -12,7 +12,7 @@ draft is computed ahead of the next one that does, at most MOST_BEHIND tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -298,3 +298,7 @@ class NetworkDrafter(Drafter):
 
     def on_device(self) -> DeviceNetwork:
         return self._network
+
+
+NetworkCreator = Callable[[SlotState], DeviceNetwork]
+"""Makes the network that drafts for a model, over the slots of its runner."""

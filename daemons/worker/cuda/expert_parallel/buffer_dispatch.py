@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
-from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.daemons.worker.ranks.group_member import RankLost
 from radixmesh.kernels.moe.exchange_rows import packed_places, packed_places_reference
 from radixmesh.kernels.moe.route import Routes
 

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
 from radixmesh.daemons.worker.cuda.expert_parallel.library_buffer import LibraryBuffer
-from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.daemons.worker.ranks.group_member import RankLost
 
 # Handles and ids that ranks tell each other are some hundred bytes.
 _MOST_BYTES = 4096

@@ -23,7 +23,7 @@ from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.ops import Ops
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
 from radixmesh.kernels.moe.route import Routes
 
@@ -43,12 +43,14 @@ class DeviceDispatch(ABC):
 
     room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
     may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
-    generation needs graphs of its own. is_cut: two halves of a step take turns, so that rows of both may be under
+    generation needs graphs of its own. mixes: a rank may replay a graph while another one launches the same forward
+    kernel by kernel. is_cut: two halves of a step take turns, so that rows of both may be under
     way at a time. tokens: which rows of the next forward are no padding; None: all.
     """
 
     can_capture: bool = True
     is_captured_anew: bool = False
+    mixes: bool = True
 
     def __init__(self, ranks: RankGroup, *, max_room: int) -> None:
         """ranks: those that share the experts, by which they meet on their hosts. max_room: more rows of a rank than

@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
 from radixmesh.daemons.worker.cuda.expert_parallel.library_buffer import LibraryBuffer
-from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.daemons.worker.ranks.group_member import RankLost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 
 try:
     from triton import AsyncCompileMode
@@ -61,17 +62,23 @@ class _Compilers(ThreadPoolExecutor):
     def __init__(self, device: int | None) -> None:
         super().__init__(min(_MAX_THREADS, os.cpu_count() or 1), "compile")
         self._device = device
+        self._makes_ready = load_launchers_apart()
 
     def submit(self, fn: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         """fn: Triton's, compiles a kernel."""
 
         def compile_whole() -> object:
             kernel = fn()
-            # A failure comes again at the first launch, and is said there.
-            with suppress(Exception):
+            if not self._makes_ready:
+                return kernel
+            try:
                 if self._device is not None:
                     torch.cuda.set_device(self._device)
                 kernel._init_handles()
+            except Exception:
+                # It comes again at the first launch, and is said there. What is half ready would not be made anew.
+                if kernel.module is None:
+                    kernel._run = None
             return kernel
 
         return super().submit(compile_whole)

@@ -79,6 +79,8 @@ class DecodeSteps:
         self._experts, self._second = experts, second
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
         self.graphs = StepGraphs(device, graph_rows)
+        self.may_replay = True
+        """False: the next step of ranks that share experts is launched kernel by kernel, as on all of them."""
         self._before: _Layout | None = None
 
     def capture(self, sampler: SlotSampler) -> None:
@@ -106,7 +108,10 @@ class DecodeSteps:
         num_rows, before, experts = len(rows.slots), self._before, self._experts
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
         if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
-            bucket = self.graphs.bucket(num_rows) if experts is None else self.graphs.of_size(experts.room)
+            if experts is None:
+                bucket = self.graphs.bucket(num_rows)
+            else:
+                bucket = self.graphs.of_size(experts.room) if self.may_replay else None
             is_cut = self.is_cut()
             # Halves are as long on all ranks.
             least = experts.room if experts is not None and is_cut else 1
