@@ -42,7 +42,7 @@ def main() -> None:
         )
     )
     client._TIMEOUT_S = 500.0  # A start gives up sooner; here all of them are to be seen, on a busy machine too.
-    kernel_choice._kernels_name = lambda settings, device: settings.kernels
+    kernel_choice.kernels_name = lambda settings, device: settings.kernels
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     settings = load.replace(

@@ -94,7 +94,7 @@ def test_prompts_and_segments_whose_masks_are_late(lag, runner_class):
     """The last token of a prompt is computed by the step that samples behind it; what is cached was computed."""
     rng = np.random.default_rng(lag)
     world = LaggingWorld(lag=lag, page_size=4, num_pages=60, num_slots=6, runner_class=runner_class)
-    guides = world.executor._guides = LateGuides()
+    guides = world.executor.guides = LateGuides()
     for _ in range(3):
         _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
     assert guides.num_late > 50

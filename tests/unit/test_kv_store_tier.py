@@ -313,7 +313,7 @@ async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: py
     await asyncio.to_thread(backend.entered.acquire)
     closing = threading.Thread(target=side.tier.close)
     closing.start()
-    while not side.tier._is_closed:
+    while not side.tier.is_closed:
         await asyncio.sleep(0.002)
     with pytest.raises(KvStoreError):
         while True:

@@ -77,7 +77,7 @@ class StepExecutor:
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
-        self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
+        self.guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
@@ -95,7 +95,7 @@ class StepExecutor:
         if self.runner.expert_moves is not None:
             self.runner.expert_moves.drop()
         self.table.clear()
-        self._guides.clear()
+        self.guides.clear()
         self.blobs.begin_epoch()
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
 
@@ -103,7 +103,7 @@ class StepExecutor:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
         assert not self._launched, "steps that were aborted have been finished"
         self.table.clear()
-        self._guides.clear()
+        self.guides.clear()
         self.blobs.begin_epoch()
         self.records.reset()
         if self.host is not None:
@@ -134,7 +134,7 @@ class StepExecutor:
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
-        if not self._guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
+        if not self.guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
             self.last_step = plan.step_id
             return self._launch(plan, repeated, ready_ns)
         check_plan(plan, self.limits, self.table, self.records, self.runner, self.host)
@@ -149,7 +149,7 @@ class StepExecutor:
             self.finish_all()
             # Rows that yielded nothing have taken back the length that they were counted with.
             batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
-        if len(self._guides):
+        if len(self.guides):
             batch = self._with_masks(batch)
         if most == 1:
             self._repeated.ran(batch)
@@ -174,14 +174,14 @@ class StepExecutor:
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
-            followed = self._guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self.guides.launched(batch.rows.slots.tolist(), running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
-            if len(self._guides):
-                self._guides.follow(sampled_tokens(batch, output, None, self.table))
+            if len(self.guides):
+                self.guides.follow(sampled_tokens(batch, output, None, self.table))
             return StepHandle.of(builder.build_forward(batch, output))
         is_asynchronous = self.runner.is_asynchronous
         written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
@@ -246,7 +246,7 @@ class StepExecutor:
                 self.host.used(table.pages(release.slot), plan.step_id - 1)
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
-                self._guides.released(release.slot)
+                self.guides.released(release.slot)
         for admit in plan.admits:
             guide = self._guide_of(admit)
             table.admit(
@@ -282,7 +282,7 @@ class StepExecutor:
         if not blob or self._grammars is None:
             return None
         try:
-            return self._guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
+            return self.guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
         except MeshError as error:
             self.blobs.fail(admit.slot, admit.generation, error)
             return None
@@ -290,7 +290,7 @@ class StepExecutor:
     def _with_masks(self, batch: ForwardBatch) -> ForwardBatch:
         """Waits shortly for masks of tokens that are sampled now, fails outputs that cannot go on, and leaves out those
         whose mask is late."""
-        guides = self._guides
+        guides = self.guides
         sampled = [segment.slot for segment in batch.segments if segment.sample is not None]
         guides.wait(sampled, self.runner.mask_wait_s)
         for slot, error in guides.errors():
@@ -349,7 +349,7 @@ class StepExecutor:
         del self._launched[step_id]
         output = running.result()
         if followed is not None:
-            self._guides.let_follow(followed)
+            self.guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
@@ -370,8 +370,8 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-        if len(self._guides):
-            self._guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
+        if len(self.guides):
+            self.guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:

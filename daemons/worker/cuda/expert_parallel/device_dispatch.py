@@ -132,7 +132,7 @@ class DispatchedExperts(Experts):
         self._local, self._dispatch, self._ops = local, dispatch, ops
         self.slots = placed.first_slots(num_experts)
         self._num_held = self.slots.per_rank
-        self._table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
+        self.table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
         self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype)
 
@@ -142,7 +142,7 @@ class DispatchedExperts(Experts):
     def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
         """Begins; as DeviceDispatch.start_dispatch."""
         dispatch = self._dispatch
-        routes = self._ops.choose_slots(routes, self._table, self.picks_E, dispatch.rank, dispatch.tokens)
+        routes = self._ops.choose_slots(routes, self.table, self.picks_E, dispatch.rank, dispatch.tokens)
         return dispatch.start_dispatch(x_TD, routes, self._num_held)
 
     def compute(self, came: Came) -> Callable[[torch.Tensor], None]:
@@ -168,4 +168,4 @@ class DispatchedExperts(Experts):
     def place(self, experts_S: torch.Tensor) -> None:
         """Other experts are at the slots of all ranks, from the next step on. int64 on the host."""
         self.slots = self.slots.replaced(experts_S, self._dispatch.size)
-        self._table.copy_(slot_table(experts_S, self.slots.num_experts))
+        self.table.copy_(slot_table(experts_S, self.slots.num_experts))
