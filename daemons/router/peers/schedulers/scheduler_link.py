@@ -68,7 +68,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._prefills: dict[int, RemotePrompt] = {}
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
-        """Since when the worker group serves, or does not: states in between, as of a claim that fails, change nothing."""
+        """Since when the worker group serves, or does not; claims that fail in between change nothing."""
         self._has_served = False
         self._sequence = 0
         self._last_handle = 0
