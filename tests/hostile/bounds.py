@@ -114,6 +114,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows("router.v1.MoveOutputsRequest", request_id=REQUEST_ID, from_address=ADDRESS, to_address=ADDRESS),
     # Routers to tokenizers.
     **_rows("tokenizer.v1.EncodeRequest", items=(4096, f"{D}tokenizer.text_codec:Limits"), tenant=(64 << 10, WIRE)),
+    **_rows("tokenizer.v1.EncodeEachRequest", trace_context=(16 << 10, f"{D}runtime.encode_calls:MAX_CALL_BYTES")),
     **_rows("tokenizer.v1.CompileGrammarRequest", tenant=(64 << 10, WIRE)),
     **_rows(
         "tokenizer.v1.DecodeRequest",
