@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.grammars import AnyText, AnyTextBackend
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -243,3 +244,35 @@ def test_a_step_that_dies_is_through() -> None:
 
     through = guides.launched([0], tokens)
     assert through.acquire(timeout=60)
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_nobody_foresaw_ends_its_outputs_with_a_reason_and_no_thread(
+    monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    guides = [_guide(Counted([])) for _ in range(4)]
+    filler = MaskFiller(num_threads=1)
+    follow = filler.follow_here if is_here else filler.follow
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_calls, "_where_to_fill", lambda _: 1 // 0)
+        follow([(guide, (3,)) for guide in guides[:2]])
+        assert all(guide.wait(60) for guide in guides[:2])
+    for guide in guides[:2]:
+        assert guide.error is not None and guide.error.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+        assert "division" in guide.error.message and not guide.is_ready
+        guide.close()
+    follow([(guide, (3,)) for guide in guides[2:]])
+    assert all(guide.wait(60) and guide.is_ready for guide in guides[2:])
+
+
+def test_what_nobody_foresaw_in_a_step_ends_its_outputs_and_the_next_one_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guides = SlotGuides(VOCAB_SIZE)
+    matchers = [_guide(Counted([])) for _ in range(2)]
+    guides._guides.update(enumerate(matchers))
+    for raises in (lambda: 1 // 0, lambda: np.zeros((), np.int32)):  # No tokens, and no row of them.
+        assert guides.launched(np.array([0]), raises).acquire(timeout=60)  # type: ignore[arg-type]
+    assert [slot for slot, _ in guides.errors()] == [0]
+    assert guides.launched(np.array([1]), lambda: np.array([3], np.int32)).acquire(timeout=60)
+    assert matchers[1].wait(60) and matchers[1].is_ready and not guides.is_late(1)

@@ -95,6 +95,7 @@ class DeviceSettings:
     ep_transport: str = "auto"
     staging_bytes: int = 0
     two_batch_min_rows: int = 0
+    mask_processes: int = 0
     few_rows_gemm: bool = False
 
 
@@ -222,6 +223,7 @@ def load_on_device(
         # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
         two_batch_min_rows=0 if experts is None else settings.two_batch_min_rows,
+        mask_processes=settings.mask_processes,
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)

@@ -101,7 +101,11 @@ class DeviceRunner(ModelRunner):
             # A mask may be late for one rank alone: its rows would yield nothing, and those of the others a token.
             self.takes_grammars = not self.attention.needs_exact_lengths and group is None
             self.masks = SlotMasks(
-                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+                device,
+                num_slots=limits.num_slots,
+                max_rows=limits.num_slots,
+                vocab_size=self.vocab_size,
+                num_processes=limits.mask_processes if self.takes_grammars else 0,
             )
             self._create_sampler = partial(
                 SlotSampler,
