@@ -92,7 +92,7 @@ class Outputs:
 
     def is_published(self, slot: int) -> bool:
         """The device would find the mask of the slot's next token."""
-        return bool(self.masks._positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
+        return bool(self.masks.positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
 
     def check(self) -> None:
         """All masks come, on the device too, and are those of the matchers here."""
