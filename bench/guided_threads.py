@@ -41,7 +41,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  
 from radixmesh.daemons.runtime.sampling import Sampling  # noqa: E402
 from radixmesh.daemons.runtime.steps.step import Admit  # noqa: E402
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice  # noqa: E402
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks  # noqa: E402
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks  # noqa: E402
 from radixmesh.daemons.worker.guided import shared_calls  # noqa: E402
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore  # noqa: E402
 from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides  # noqa: E402

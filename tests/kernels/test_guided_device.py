@@ -94,7 +94,7 @@ def test_masks_are_there_before_their_steps_are_collected():
     runner = _runner(HostDevice())
     run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS)
     run.run(2, lag=0)
-    positions = runner.masks._positions  # type: ignore[attr-defined]
+    positions = runner.masks.positions  # type: ignore[attr-defined]
     before, steps = positions.copy(), []
     for _ in range(12):
         steps.append(run.steps.executor.launch(run.steps.plan()))

@@ -18,10 +18,10 @@ from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks import peer_memory
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, TokenRing
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import tuned_rows
-from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 from radixmesh.daemons.worker.speculation.drafter import EachRow

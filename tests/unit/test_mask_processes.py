@@ -29,7 +29,7 @@ from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 pytest.importorskip("xgrammar")
 pytest.importorskip("torch")
 from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
 NUM_SLOTS, NUM_PROCESSES, MAX_LEN = 6, 2, 200
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -93,7 +93,7 @@ class Outputs:
 
     def is_published(self, slot: int) -> bool:
         """The device would find the mask of the slot's next token."""
-        return bool(self.masks._positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
+        return bool(self.masks.positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
 
     def check(self) -> None:
         """All masks come, on the device too, and are those of the matchers here."""

@@ -115,7 +115,7 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     """A few calls a step; a mask without a token ends its own output, whose position is not told."""
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     calls: list[int] = []
     num = 24
@@ -147,18 +147,18 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     for slot, sink in enumerate(sinks):
         bits = np.flatnonzero(np.unpackbits(masks.words[sink.row].view(np.uint8), bitorder="little"))
         assert bits.tolist() == ([] if slot == 7 else [100 + slot, 8000])
-        assert masks._positions[sink.row] == (1 if slot == 7 else 2)
+        assert masks.positions[sink.row] == (1 if slot == 7 else 2)
     # The lowest id of a mask may be far behind the first words.
     filler.follow([(guide, (7000,)) for guide in guides])
     assert all(guide.wait(60) for guide in guides)
-    assert [int(masks._positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
+    assert [int(masks.positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
 
 
 def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each time another group is the last one, whose masks may be late."""
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     for module in (guide_module, shared_calls):
         monkeypatch.setattr(module, "SLOW_S", 60.0)
@@ -188,7 +188,7 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
         filler.follow_here([(guide, (step,)) for guide in guides])
         assert calls == [100, 100, 100]
         assert sorted(row for rows in groups for row in rows) == list(range(num))
-        assert (masks._positions[:num] == 2 + step).all()
+        assert (masks.positions[:num] == 2 + step).all()
         last_rows.append(groups[-1])
     assert len(set(last_rows)) == 3
 
@@ -197,7 +197,7 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
 def test_groups_are_shared_with_another_thread_and_all_are_through(num: int) -> None:
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     masks, guides = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE), []
     threads: dict[int, set[int]] = {}
@@ -216,7 +216,7 @@ def test_groups_are_shared_with_another_thread_and_all_are_through(num: int) -> 
     for step in range(3):
         threads.clear()
         filler.follow_here([(guide, (step,)) for guide in guides])
-        assert (masks._positions[:num] == 2 + step).all() and all(guide.is_ready for guide in guides)
+        assert (masks.positions[:num] == 2 + step).all() and all(guide.is_ready for guide in guides)
         assert threading.get_ident() in threads and len(threads) == (1 if num == 100 else 2)
 
 

@@ -37,10 +37,10 @@ from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedMode
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.step.step_forwards import RunnerLimits
 from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
+from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.kv_pool import KvPool

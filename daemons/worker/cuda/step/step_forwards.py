@@ -16,12 +16,12 @@ from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import ChunkSteps
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
+from radixmesh.daemons.worker.cuda.step.outputs.prompt_vectors import PromptVectors
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps
-from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class SlotMasks(SharedMaskMemory):
             words_MW=torch.zeros_like(self._words_MW, device=where),
             positions_M=device.host_ints(num_masks),
         )
-        self._positions: IntArray = self._host.positions_M.numpy()
+        self.positions: IntArray = self._host.positions_M.numpy()
         self.rows_a_part = rows_a_part
         self._free = [list(range(first + rows_a_part - 1, first - 1, -1)) for first in range(0, num_masks, rows_a_part)]
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class SlotMasks(SharedMaskMemory):
                 message = "too many grammars of outputs that are gone are still being followed: retry"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
             row = free.pop()
-        self._positions[row] = 0
+        self.positions[row] = 0
         self._admitting[admit.slot] = row
         return _Row(self, row)
 
@@ -157,7 +157,7 @@ class SlotMasks(SharedMaskMemory):
 
     def publish(self, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray) -> None:
         self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
-        self._positions[rows] = positions
+        self.positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
