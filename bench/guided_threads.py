@@ -1,7 +1,7 @@
 """CPU time of a worker's mask threads for each guided token, without a model: 256 rows of one JSON schema.
 
     python bench/guided_threads.py > bench/results/guided-threads.json
-    python bench/guided_threads.py --compare 0 2 4 --turns 3 > bench/results/guided-processes.json
+    python bench/guided_threads.py --compare 0 1 2 --turns 4 > bench/results/guided-processes.json
 
 Texts are written at random beforehand. Each step gives every row its next token, as a step of the device does, and
 waits until all masks are published in the memory that a device reads. Microseconds of CPU a token, by part: the step

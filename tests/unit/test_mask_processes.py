@@ -20,10 +20,11 @@ from radixmesh.daemons.runtime.guided.backend import MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.guided import process_guides
+from radixmesh.daemons.worker.guided import mask_part
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.mask_frames import HEAD, FrameReader, Kind, frame
-from radixmesh.daemons.worker.guided.process_guides import OutputRows, ProcessGuides
+from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("torch")
@@ -173,7 +174,7 @@ def test_a_process_that_ends_with_outputs_open_has_a_successor(
     outputs: Outputs, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills come at any time, between tokens that are on their way. One that stands still is found by its silence."""
-    monkeypatch.setattr(process_guides, "_SILENT_S", 3.0)
+    monkeypatch.setattr(mask_part, "_SILENT_S", 3.0)
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()
@@ -205,7 +206,7 @@ def test_reports_that_make_no_sense_end_their_process_alone(outputs: Outputs, mo
     assert other.link is not None
     others = other.link.pid
     for bad in (np.full((3, 1), outputs.masks.rows_a_part, np.int32).tobytes(), b"123", None):
-        _until(lambda: part.state is process_guides._State.LIVE, "it is back")
+        _until(lambda: part.state is PartState.LIVE, "it is back")
         link = part.link
         assert link is not None
         killed = link.pid
@@ -220,17 +221,17 @@ def test_reports_that_make_no_sense_end_their_process_alone(outputs: Outputs, mo
 
 
 def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_guides, "_REST_S", 0.5)
+    monkeypatch.setattr(mask_part, "_REST_S", 0.5)
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()
     part = outputs.guides._parts[0]
-    for _ in range(process_guides.MOST_ENDS + 1):
+    for _ in range(mask_part.MOST_ENDS + 1):
         assert not outputs.guides.has_errors
-        _until(lambda: part.state is process_guides._State.LIVE, "it is back")
+        _until(lambda: part.state is PartState.LIVE, "it is back")
         assert part.link is not None
         os.kill(part.link.pid, signal.SIGKILL)
-        _until(lambda: part.state is not process_guides._State.LIVE, "its end is noticed")
+        _until(lambda: part.state is not PartState.LIVE, "its end is noticed")
     _until(lambda: outputs.guides.has_errors, "they do not wait for ever")
     failed = dict(outputs.guides.errors())
     assert sorted(failed) == [0, 2, 4]
@@ -242,7 +243,7 @@ def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, m
     outputs.check()
     outputs.step()
     outputs.check()
-    _until(lambda: part.state is process_guides._State.LIVE, "it is tried again after a rest")
+    _until(lambda: part.state is PartState.LIVE, "it is tried again after a rest")
     for slot in failed:
         outputs.admit(slot)
     outputs.check()
@@ -303,7 +304,7 @@ def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
         for slot in (0, 2, 4):
             outputs.release(slot)
     assert sent.count(Kind.GRAMMAR) == 3 and sent.count(Kind.ADMIT) == 6 and Kind.DROP not in sent
-    monkeypatch.setattr(process_guides, "_MOST_GRAMMAR_BYTES", 1)
+    monkeypatch.setattr(mask_part, "_MOST_GRAMMAR_BYTES", 1)
     for slot in (0, 2, 4):
         outputs.admit(slot)
     outputs.check()
