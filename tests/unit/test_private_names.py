@@ -29,7 +29,7 @@ ALLOWED = {
     ("support/ahead_of_warm_up.py", "_TIMEOUT_S"): "a bound that is made larger",
     **{
         ("unit/test_mask_processes.py", name): "loses processes, their answers and rows under what sends to them"
-        for name in ("_State", "_ends", "_free", "_host", "_parts", "_reader", "_row_of_slot", "_sent")
+        for name in ("_ends", "_free", "_host", "_parts", "_reader", "_row_of_slot", "_sent")
     },
 }
 
