@@ -39,7 +39,7 @@ class EncodeCalls:
         self._has_room = asyncio.Event()
         self._answers: deque[_Answer | None] = deque()
         self._has_answers = asyncio.Event()
-        self._running: set[asyncio.Task[None]] = set()
+        self.running: set[asyncio.Task[None]] = set()
 
     async def read_all(self, calls: AsyncIterator[_Call]) -> None:
         """Takes calls until there are no more and all are done. Raises what ends the stream."""
@@ -56,10 +56,10 @@ class EncodeCalls:
                     await asyncio.sleep(0)
                     continue
                 task = asyncio.create_task(self._run(call))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-            if self._running:
-                await asyncio.wait(self._running)
+                self.running.add(task)
+                task.add_done_callback(self.running.discard)
+            if self.running:
+                await asyncio.wait(self.running)
         finally:
             self.finish()
 
@@ -81,7 +81,7 @@ class EncodeCalls:
 
     def close(self) -> None:
         """The stream is gone: calls that wait are dropped."""
-        for task in self._running:
+        for task in self.running:
             task.cancel()
 
     async def _run(self, call: _Call) -> None:

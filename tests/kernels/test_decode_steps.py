@@ -17,7 +17,7 @@ from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispa
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
 from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
+from radixmesh.daemons.worker.cuda.step.warm_up.warm_up_steps import warm_up_steps
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
 

@@ -103,7 +103,7 @@ async def test_a_stream_that_is_gone_leaves_no_call_behind() -> None:
     world.put(1, "slow")
     while not world.num_read:
         await asyncio.sleep(0)
-    (task,) = world.calls._running
+    (task,) = world.calls.running
     world.calls.close()
     with pytest.raises(asyncio.CancelledError):
         await task

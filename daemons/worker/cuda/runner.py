@@ -32,19 +32,19 @@ from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.rank_links import RankLinks
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS
-from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_steps import SecondHalf
-from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
+from radixmesh.daemons.worker.cuda.step.outputs.host_logits import HostLogits
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOTHING
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
-from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import SlotChains
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_forwards import RunnerLimits, StepForwards
 from radixmesh.daemons.worker.cuda.step.step_results import StepResults
-from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING
 from radixmesh.daemons.worker.cuda.step.verify_steps import VerifySteps
-from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
+from radixmesh.daemons.worker.cuda.step.warm_up.compile_ahead import can_compile_ahead, compile_ahead
+from radixmesh.daemons.worker.cuda.step.warm_up.warm_up_steps import warm_up_steps
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -101,7 +101,11 @@ class DeviceRunner(ModelRunner):
             # A mask may be late for one rank alone: its rows would yield nothing, and those of the others a token.
             self.takes_grammars = not self.attention.needs_exact_lengths and group is None
             self.masks = SlotMasks(
-                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+                device,
+                num_slots=limits.num_slots,
+                max_rows=limits.num_slots,
+                vocab_size=self.vocab_size,
+                num_processes=limits.mask_processes if self.takes_grammars else 0,
             )
             self._create_sampler = partial(
                 SlotSampler,

@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
-from radixmesh.daemons.worker.guided.guides import SlotGuides
+from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
@@ -44,7 +44,8 @@ class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
     max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
-    grammars: reads those of them that are grammars; None: requests that follow one are refused.
+    grammars: reads those of them that are grammars; None: requests that follow one are refused. guides: move outputs on
+    through their grammars; None: threads of this process do.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepExecutor:
         max_tokens_per_step: int,
         blobs: BlobStore | None = None,
         grammars: GrammarStore | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
@@ -77,7 +79,8 @@ class StepExecutor:
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
-        self.guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
+        # Guides without a slot are empty, and false.
+        self.guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1) if guides is None else guides
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
@@ -174,7 +177,7 @@ class StepExecutor:
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
-            followed = self.guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self.guides.launched(batch.rows.slots, running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -189,6 +192,10 @@ class StepExecutor:
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
+
+    def close(self) -> None:
+        """The worker ends."""
+        self.guides.close()
 
     def finish_all(self) -> None:
         """Waits for every launched step; their results stay with them."""
@@ -248,13 +255,13 @@ class StepExecutor:
                 self.blobs.released(release.slot)
                 self.guides.released(release.slot)
         for admit in plan.admits:
-            guide = self._guide_of(admit)
+            is_guided, guide = self._guide_of(admit)
             table.admit(
                 admit,
                 can_batch=self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
                 guide=guide,
-                is_uncertain=self.runner.is_asynchronous and (guide is not None or self.runner.skips_rows),
+                is_uncertain=self.runner.is_asynchronous and (is_guided or self.runner.skips_rows),
             )
             self.runner.admitted(admit)
         if plan.grants:
@@ -276,16 +283,17 @@ class StepExecutor:
         newest = max((launched for launched in self._launched if launched <= step_id), default=None)
         return DONE if newest is None else self._launched[newest].event
 
-    def _guide_of(self, admit: Admit) -> Guide | None:
-        """The guide of a request with a grammar; where there can be none, its slot has failed."""
+    def _guide_of(self, admit: Admit) -> tuple[bool, Guide | None]:
+        """True if a request follows a grammar, and its guide if the step thread reads its masks; where it cannot be
+        followed, its slot has failed."""
         blob = self.blobs.admitted(admit)
         if not blob or self._grammars is None:
-            return None
+            return False, None
         try:
-            return self.guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
+            return True, self.guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
         except MeshError as error:
             self.blobs.fail(admit.slot, admit.generation, error)
-            return None
+            return False, None
 
     def _with_masks(self, batch: ForwardBatch) -> ForwardBatch:
         """Waits shortly for masks of tokens that are sampled now, fails outputs that cannot go on, and leaves out those

@@ -202,7 +202,7 @@ def _flashinfer(
 ) -> FlashInferBackend:
     from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
     from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
-    from radixmesh.daemons.worker.cuda.step.row_order import RowOrder
+    from radixmesh.daemons.worker.cuda.step.inputs.row_order import RowOrder
 
     kernels = FlashInferAttention(
         shape,

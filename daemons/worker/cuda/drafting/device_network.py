@@ -25,7 +25,7 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
 from radixmesh.daemons.worker.cuda.drafting.network_trees import NetworkTrees, scratch_tokens
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import HiddenStates

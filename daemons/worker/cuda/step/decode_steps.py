@@ -13,14 +13,14 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, rows_of, take_turns
-from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
+from radixmesh.daemons.worker.cuda.step.inputs.decode_buffer import DecodeBuffer
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
-from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.moe.choose_slots import TokenRows

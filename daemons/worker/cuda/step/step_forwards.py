@@ -16,19 +16,20 @@ from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import ChunkSteps
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
+from radixmesh.daemons.worker.cuda.step.outputs.prompt_vectors import PromptVectors
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps
-from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows, prompt_rows: sizes of
     the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is.
-    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do."""
+    two_batch_min_rows: decodes with room for so many rows of a rank run as two halves; 0: none do. mask_processes: fill
+    the masks of grammars; 0: threads of this process do."""
 
     num_slots: int
     max_tokens_per_step: int
@@ -36,6 +37,7 @@ class RunnerLimits:
     graph_rows: tuple[int, ...]
     prompt_rows: tuple[int, ...] = ()
     two_batch_min_rows: int = 0
+    mask_processes: int = 0
 
 
 class StepForwards:

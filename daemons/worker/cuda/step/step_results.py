@@ -10,9 +10,9 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
 from radixmesh.daemons.worker.cuda.ranks.rank_links import RankLinks
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, LaunchedChunks
-from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks, yielded
-from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched
+from radixmesh.daemons.worker.cuda.step.outputs.host_logits import HostLogits
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOTHING, Fetched
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks, yielded
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, Verifying, VerifySteps
 from radixmesh.daemons.worker.runner import StepOutput
 from radixmesh.daemons.worker.step_handle import StepHandle

@@ -24,12 +24,12 @@ from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, TreeMasks
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.slot_chains import ForcedDrafts, SlotChains
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.inputs.staging_buffer import StagingBuffer
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, Fetched, TokenRing
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import ForcedDrafts, SlotChains
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
-from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
