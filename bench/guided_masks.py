@@ -82,6 +82,9 @@ def measured(name: str, vocabulary: GuidedVocabulary, schemas: list[object]) -> 
 
 
 def percentiles(values: list[float] | list[int], scale: float) -> list[float]:
+    """50 and 99; of nothing, nothing."""
+    if not values:
+        return []
     return [round(float(value) * scale, 2) for value in np.percentile(values, (50, 99))]
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.worker.v1 import worker_pb2
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -16,7 +16,7 @@ from results_files import read, table, wrapped
 from results_kernels import attention, gemm
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
-from results_ranks import draft_networks, guided, two_gpus
+from results_ranks import draft_networks, guided, ranks, two_gpus
 from results_transfers import kv_transfers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +82,7 @@ def page() -> str:
             latent_attention,
             kv_transfers,
             two_gpus,
+            ranks,
             draft_networks,
             guided,
             fp8_pages,

@@ -20,9 +20,9 @@ from typing import cast
 
 import numpy as np
 
-from radixmesh.daemons.router.peers.link_health import LinkHealth
-from radixmesh.daemons.router.peers.link_table import LinkTable
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.schedulers.link_table import LinkTable
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy

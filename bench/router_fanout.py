@@ -30,9 +30,9 @@ from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
-from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

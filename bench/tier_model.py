@@ -20,7 +20,7 @@ from gpu.tiers import Chats
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.host_pool import SimulatedHostPool

@@ -36,8 +36,9 @@ IS_FORMED, ABORT_ADDRESS, TAG, FIRST_RANK = 0, 1, 2, 3
 # Elements of a round of one program: latency counts for few, bandwidth for many.
 _FEW, _MANY = 1024, 8192
 _FEW_ELEMENTS = CHANNELS * _FEW
-# Polls between two looks at the host's word, which take as long as some of them.
-_POLLS: tl.constexpr = tl.constexpr(128)
+# Polls between two looks at the host's word, some milliseconds. A look of all programs takes up to 2 ms of the bus, a
+# microsecond for each warp; at 128 polls the look of one rank made the others wait, who looked too, in all sums.
+_POLLS: tl.constexpr = tl.constexpr(1 << 13)
 _TABLE_RANKS: tl.constexpr = tl.constexpr(FIRST_RANK)
 _FLAG_BYTES: tl.constexpr = tl.constexpr(FLAG_BYTES)
 _REGION_BYTES: tl.constexpr = tl.constexpr(REGION_BYTES)

@@ -11,6 +11,7 @@ verifies; plain_ms of one that does neither; ngram_ms of one that verifies as ma
 
 --topk: trees of --levels levels, whose drafts are overwritten too: a path with a draft of each level, each right with
 that probability, behind drafts that all follow the last token and are wrong. So the KV of what is accepted moves.
+--results: file of what is known so far, after each case.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import triton
+from gpu.kept import Kept
 from gpu.mesh import gpu_name
 from gpu.shapes import SHAPES
 from gpu.speculation import SpeculationBench
@@ -99,8 +102,21 @@ def main() -> None:
     parser.add_argument("--levels", type=int, default=4, help="of trees")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
-    head = Path(os.environ.get("TMPDIR", "/tmp")) / f"head-{os.getpid()}"
+    with Kept(args.results) as kept, tempfile.TemporaryDirectory() as folder:
+        measure(args, kept, Path(folder) / "head")
+
+
+def measure(args: argparse.Namespace, kept: Kept, head: Path) -> None:
+    """head: folder that is made where the network has one of its own."""
+    kept.note(
+        command=" ".join(["python", *sys.argv]),
+        machine=f"{gpu_name()}, {os.cpu_count()} cores",
+        versions={"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        shape=args.shape,
+        context=args.context,
+    )
     algorithm = SpeculativeAlgorithm(args.network)
     folder = head if args.network == "eagle3" else None
     levels = args.levels if args.topk > 1 else 0
@@ -133,16 +149,8 @@ def main() -> None:
             }
             case = {"network": args.network, "acceptance": acceptance, "is_adaptive": is_adaptive, "rows": rows}
             results.append({**case, "drafts": args.drafts, "topk": args.topk, "levels": levels, **got, **speeds})
+            kept.note(results=results)
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    output = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "shape": args.shape,
-        "context": args.context,
-        "results": results,
-    }
-    print(json.dumps(output, indent=1))
 
 
 if __name__ == "__main__":

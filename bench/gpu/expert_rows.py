@@ -6,7 +6,7 @@
 Microseconds of dispatch and combine of one layer at low latency, by rows of a rank. ours: as a layer of a model does
 it, with experts that give back what they read. own: nothing but the collectives of the wire with these bytes, or the
 two calls of the library. In CUDA graphs of --calls layers, or on CPUs call by call; the slowest rank's, the least of
-some repeats.
+some repeats. --results: file of what is known so far, after each transport.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from gpu.kept import Kept
 from gpu.mesh import gpu_name
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
@@ -51,8 +52,8 @@ class _Same(Experts):
         residual_TD += x_TD
 
 
-def run_rank(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Microseconds by rows, ours and own."""
+def run_rank(args: argparse.Namespace) -> None:
+    """Writes microseconds by rows, ours and own, as they come."""
     device: Device = HostDevice() if args.device == "cpu" else CudaDevice(args.rank)
     member = _met(args)
     found: dict[str, dict[str, float]] = {"ours": {}, "own": {}}
@@ -72,7 +73,9 @@ def run_rank(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             for name, work in (("ours", layer), ("own", own)):
                 found[name][str(rows)] = _micros(work, member, device, args.calls)
             dispatch.check()
-    return found
+            new = Path(args.folder) / f"{args.rank}.new"
+            new.write_text(json.dumps(found))
+            new.rename(new.with_suffix(".found"))
 
 
 def _met(args: argparse.Namespace) -> CollectiveMember:
@@ -111,7 +114,7 @@ def _layer(experts: DispatchedExperts, x_TD: torch.Tensor, routes: Routes) -> Ca
 def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: int) -> Callable[[], torch.Tensor]:
     """The calls of the transport itself for these rows."""
     if isinstance(dispatch, BufferDispatch):
-        buffer = dispatch._buffer
+        buffer = dispatch.buffer
         assert buffer is not None
         slots_TA = routes.expert_ids_TA.to(buffer.id_dtype)
 
@@ -153,42 +156,59 @@ def _micros(work: Callable[[], torch.Tensor], member: CollectiveMember, device: 
     return round(min(times), 2)
 
 
-def run_all(args: argparse.Namespace) -> dict[str, object]:
-    """By transport; one that cannot be had says why."""
+def run_all(args: argparse.Namespace, kept: Kept) -> None:
+    """By transport; one that fails says why, beside what it had measured by then."""
     found: dict[str, object] = {}
     for transport in args.transports:
-        try:
-            of_ranks = _processes(transport, args)
-        except (RuntimeError, ValueError, IndexError) as error:
-            found[transport] = {"error": str(error)[-600:]}
-            continue
-        found[transport] = {
-            name: {rows: max(of[name][rows] for of in of_ranks) for rows in of_ranks[0][name]} for name in of_ranks[0]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            error = _run_ranks(transport, args, folder)
+            of_ranks = [_found_by(folder, rank) for rank in range(args.ranks)]
+        slowest = {
+            name: {rows: max(of[name][rows] for of in of_ranks) for rows in by_rows if _all_have(of_ranks, name, rows)}
+            for name, by_rows in of_ranks[0].items()
         }
-    return found
+        found[transport] = {**slowest, **({"error": error[-600:]} if error else {})}
+        kept.note(micros_by_rows=found)
+        print(json.dumps({transport: found[transport]}), file=sys.stderr, flush=True)
 
 
-def _processes(transport: str, args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
-    """Raises RuntimeError with the end of what a rank said."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--transports", transport, "--ranks", str(args.ranks), "--folder", folder]
-        for name in ("hidden", "experts", "picks", "device", "calls"):
-            command += [f"--{name}", str(getattr(args, name))]
-        command += ["--rows", *map(str, args.rows)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)], **pipes) for rank in range(args.ranks)]  # type: ignore[call-overload]
-        try:
-            outputs = [rank.communicate(timeout=_RANK_S) for rank in ranks]
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"the ranks did not end within {_RANK_S:g} s") from error
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            raise RuntimeError(errors)
-    # Libraries may print to standard output too.
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+def _all_have(of_ranks: list[dict[str, dict[str, float]]], name: str, rows: str) -> bool:
+    return all(rows in of.get(name, {}) for of in of_ranks)
+
+
+def _found_by(folder: Path, rank: int) -> dict[str, dict[str, float]]:
+    path = folder / f"{rank}.found"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _run_ranks(transport: str, args: argparse.Namespace, folder: Path) -> str:
+    """Nothing, or what a rank that failed has said, for which the others would wait. They write what they found to the
+    folder."""
+    command = [sys.executable, __file__, "--transports", transport, "--ranks", str(args.ranks), "--folder", str(folder)]
+    for name in ("hidden", "experts", "picks", "device", "calls"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += ["--rows", *map(str, args.rows)]
+    logs = [folder / f"{rank}.log" for rank in range(args.ranks)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        # A file: libraries say more than a pipe holds that nobody reads.
+        with log.open("wb") as said:
+            ranks.append(subprocess.Popen([*command, "--rank", str(rank)], stdout=said, stderr=subprocess.STDOUT))
+    deadline, wrong = time.monotonic() + _RANK_S, ""
+    while not wrong and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
+        if failed:
+            wrong = logs[failed[0]].read_text(errors="replace")
+        elif time.monotonic() > deadline:
+            ends = " | ".join(log.read_text(errors="replace")[-500 // args.ranks :] for log in logs)
+            wrong = f"the ranks did not end within {_RANK_S:g} s: {ends}"
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    failed = [number for number, rank in enumerate(ranks) if rank.returncode]
+    return wrong or (logs[failed[0]].read_text(errors="replace") if failed else "")
 
 
 def main() -> None:
@@ -203,17 +223,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rank", type=int, default=None, help="of this process, which is one of them")
     parser.add_argument("--folder", default="", help="folder where ranks meet")
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     if args.rank is not None:
-        print(json.dumps(run_rank(args)), flush=True)
+        run_rank(args)
         # A communicator that graphs hold would be waited for.
         os._exit(0)
-    about = {
-        "command": " ".join(["python", "bench/gpu/expert_rows.py", *sys.argv[1:]]),
-        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-    print(json.dumps({**about, "ranks": args.ranks, "micros_by_rows": run_all(args)}, indent=1))
+    with Kept(args.results) as kept:
+        kept.note(
+            command=" ".join(["python", "bench/gpu/expert_rows.py", *sys.argv[1:]]),
+            machine=f"{gpu_name()}, {os.cpu_count()} cores",
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+            ranks=args.ranks,
+        )
+        run_all(args, kept)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python bench/gpu/four.py --gpus 2 --out h200x2.json --minutes 10 --only sums rows-70b
     python bench/gpu/four.py --dry --out /tmp/dry.json
 
-A part that fails, or does not end within its time limit, is noted with the end of what it said, and the next one
-begins; parts that the file has results of are not run again (--again runs them). --minutes: of all parts together;
-those that have no time left are noted as such. --dry: tiny models, ranks on CPUs that meet over gloo: the same programs
-in the same order. NVLink multicast is off in all of them.
+A part that fails, or does not end within its time limit, is noted with the end of what it said and with the results
+that it had by then, and the next one begins; parts that the file has all results of are not run again (--again runs
+them). --minutes: of all parts together; those that have no time left are noted as such. --dry: tiny models, ranks on
+CPUs that meet over gloo: the same programs in the same order. NVLink multicast is off in all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,6 +37,8 @@ _MODELS = _HERE.parents[1] / "compose" / "models"
 # Multicast resets whole machines where its service is not set up.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 _TAIL = 1500
+# Scripts that write what they know to --results as it comes.
+_KEEP_RESULTS = ("rank_load.py", "pd_load.py", "expert_rows.py")
 # Steps of all rows are to be at low latency; no experts move.
 _LOW_LATENCY = ("--scheduler", "low_latency_max_tokens=512", "expert_balance_threshold=0")
 
@@ -200,45 +204,67 @@ def run(part: Part, limit_s: float) -> dict[str, object]:
     """Results of its commands, or the reason why there are none. Nothing of it runs any more afterwards."""
     if part.skip:
         return {"skipped": part.skip}
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(part, limit_s, Path(folder))
+
+
+def _run(part: Part, limit_s: float, folder: Path) -> dict[str, object]:
+    """folder: for results as they come. They are files: a pipe that nobody reads would hold a command up."""
     environment = {**os.environ, **_NO_MULTICAST, **part.environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [
-        subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
-        for command in part.commands
-    ]
+    running: list[_Running] = []
+    for number, command in enumerate(part.commands):
+        output, said, kept = (folder / f"{number}.{name}" for name in ("output", "said", "kept"))
+        more = ["--results", str(kept)] if Path(command[1]).name in _KEEP_RESULTS else []
+        with output.open("wb") as stdout, said.open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, *more], env=environment, start_new_session=True, stdout=stdout, stderr=stderr
+            )
+        running.append(_Running(process, " ".join(command), output, said, kept))
     deadline, results, errors = time.monotonic() + limit_s, [], []
-    for command, process in zip(part.commands, running, strict=True):
+    for one in running:
         try:
-            output, said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            results.append(json.loads(output) if process.returncode == 0 else None)
-            if process.returncode:
-                errors.append(f"{' '.join(command)} ended with {process.returncode}: {said[-_TAIL:]}")
+            status = one.process.wait(max(0.1, deadline - time.monotonic()))
+            wrong = f"ended with {status}: {_end_of(one.said)}" if status else ""
         except subprocess.TimeoutExpired:
-            _kill(process)
-            said = process.communicate()[1]
-            errors.append(f"{' '.join(command)} did not end within {limit_s:.0f} s: {said[-_TAIL:]}")
-        except ValueError:
-            errors.append(f"{' '.join(command)} printed no JSON: {output[-_TAIL:]}")
-    for process in running:
-        _end(process)
+            wrong = f"did not end within {limit_s:.0f} s: {_end_of(one.said)}"
+        _kill(one.process)
+        one.process.wait()
+        found = _json(one.output) or _json(one.kept)
+        if not wrong and found is None:
+            wrong = f"printed no JSON: {_end_of(one.output)}"
+        results.append(found)
+        if wrong:
+            errors.append(f"{one.command} {wrong}")
     if errors:
         return {"errors": errors, "results": results}
     return {"results": results}
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+class _Running(NamedTuple):
+    """A command that runs. output, said: what it prints; kept: results so far, of those that keep them."""
+
+    process: subprocess.Popen[bytes]
+    command: str
+    output: Path
+    said: Path
+    kept: Path
+
+
+def _json(path: Path) -> object:
+    """None: there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
+
+
+def _end_of(path: Path) -> str:
+    return path.read_text(errors="replace")[-_TAIL:]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """A command with all that it started, which has its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command, and its pipes."""
-    _kill(process)
-    process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 def main() -> None:

@@ -48,9 +48,9 @@ from radixmesh.daemons.worker.cuda.gemm.tuning import plain_groups, tune_kind
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel, Kernels
 from radixmesh.daemons.worker.cuda.ops import TritonOps
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.kernels.gemm_sm90.candidates import candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90

@@ -6,8 +6,9 @@
 free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
-because their masks came late. mask_stages: with --stages, of all runs. masks: compilation, cache and fills in this
-process, one thread. jump_forward: one stream whose schema is mostly keys, without and with drafts of forced text.
+because their masks came late. mask_stages: with --stages, of all runs, from the moment that tokens are known. masks:
+compilation, cache and fills in this process, one thread. jump_forward: one stream whose schema is mostly keys, without
+and with drafts of forced text.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from gpu.guided_vocabulary import write_vocabulary
+from gpu.kept import Kept
 from gpu.mesh import device_steps, free_port, gpu_name, short_line
 from gpu.shapes import write_shape
 from guided_masks import measured, percentiles
@@ -39,11 +41,14 @@ from support.conformance.real_schemas import tool_schemas
 from support.conformance.vocabularies import vocabulary_of
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
 
 _START_S = 240.0
+_STAGES = ("on its thread", "accepted", "filled", "published", "through")
+_STAGES_OF_PROCESSES = ("sent to processes", "reported by processes", "published")
 _PERSON = {
     "name": {"type": "string"},
     "city": {"enum": ["Paris", "Rome", "Oslo"]},
@@ -63,7 +68,7 @@ def array_of(properties: Mapping[str, object], num_tokens: int) -> str:
     return json.dumps({"type": "array", "items": item, "minItems": num_tokens})
 
 
-async def measure(args: argparse.Namespace) -> dict[str, object]:
+async def measure(args: argparse.Namespace, kept: Kept) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model or write_shape(args.shape, folder)
@@ -71,20 +76,29 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             write_vocabulary(model, json.loads((model / "config.json").read_text())["vocab_size"])
         vocabulary = vocabulary_of(model)
         backend = load_backend("xgrammar", vocabulary)
-        result: dict[str, object] = {}
+        kept.note(
+            command=" ".join(["python", *sys.argv]),
+            machine=f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
+            versions={"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format},
+            shape=model.name,
+            vocabulary=vocabulary.vocab_size,
+            rows=args.rows,
+            tokens=args.tokens,
+        )
         if not args.only_jumps:
-            result = await _through_mesh(args, folder, model, backend, vocabulary)
-            result["masks"] = await _masks(args, model, vocabulary)
+            kept.note(**await _through_mesh(args, folder, model, backend, vocabulary, kept))
+            kept.note(masks=await _masks(args, model, vocabulary))
         if args.jump_forward:
-            result["jump_forward"] = await _jump_forward(args, folder, model, backend, vocabulary)
-    machine = f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format}
-    of = {"shape": model.name, "vocabulary": vocabulary.vocab_size, "rows": args.rows, "tokens": args.tokens}
-    return {"command": " ".join(["python", *sys.argv]), "machine": machine, "versions": versions, **of, **result}
+            kept.note(jump_forward=await _jump_forward(args, folder, model, backend, vocabulary))
 
 
 async def _through_mesh(
-    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend, vocabulary: GuidedVocabulary
+    args: argparse.Namespace,
+    folder: Path,
+    model: Path,
+    backend: GrammarBackend,
+    vocabulary: GuidedVocabulary,
+    kept: Kept,
 ) -> dict[str, object]:
     artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, args.tokens)))
     results: dict[str, object] = {}
@@ -111,17 +125,19 @@ async def _through_mesh(
                 "guided_of_free": round(_speed(best["guided"]) / _speed(best["free"]), 4),
                 "others_of_free": round(_others(rows["mixed"]) / _others(rows["free"]), 4),
             }
+            kept.note(**results)
             print(json.dumps(results), file=sys.stderr, flush=True)
         checked = _check(backend, artefact, mesh.guided_outputs)
         lines = mesh.log("worker").splitlines()
         late = [line for line in lines if "kernel_compiled_late" in line]
         stages = [json.loads(line)["until_ms"] for line in lines if '"masks_filled"' in line]
+        published = [json.loads(line)["until_ms"] for line in lines if '"masks_published"' in line]
     return {
         "start_s": round(mesh.start_s, 2),
         "late_compiles": [short_line(json.loads(line)) for line in late],
         **results,
         "outputs_checked": checked,
-        "mask_stages_ms_p50_p99": _stages(stages),
+        "mask_stages_ms_p50_p99": _stages(stages, _STAGES) | _stages(published, _STAGES_OF_PROCESSES),
     }
 
 
@@ -236,17 +252,21 @@ class _Daemons:
 
 
 async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabulary) -> dict[str, object]:
-    """Of tool definitions: compilation and fills, and how long a second compilation by the tokenizer's cache takes."""
+    """Of tool definitions: compilation and fills, and how long a second compilation by the tokenizer's cache takes. It
+    follows the first one at once: the cache has room for a dozen artefacts of a large vocabulary, 5 MB each."""
     tools = list(tool_schemas().values())[: 5 * args.tools : 5]
     compiler = GrammarCompiler(model, "xgrammar", GrammarLimits(timeout_s=60.0))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     try:
-        for _ in range(2):
-            for schema in tools:
-                since_s = time.perf_counter()
-                source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(schema))
+        # Twice in a row: of a large vocabulary the cache does not hold all of them.
+        for schema in [schema for schema in tools for _ in range(2)]:
+            since_s = time.perf_counter()
+            source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(schema))
+            try:
                 artefact = await compiler.compile(source)
-                seconds[artefact.is_cached].append(time.perf_counter() - since_s)
+            except MeshError:
+                continue  # measured() counts those that are refused.
+            seconds[artefact.is_cached].append(time.perf_counter() - since_s)
     finally:
         compiler.close()
     return {
@@ -318,9 +338,8 @@ def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _stages(until_ms: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+def _stages(until_ms: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
     """Milliseconds from a step's tokens until its masks have come so far, p50 and p99 of all groups of outputs."""
-    names = ("on its thread", "accepted", "filled", "published", "through")
     if not until_ms:
         return {}
     return {
@@ -354,9 +373,13 @@ def main() -> None:
     parser.add_argument("--only-jumps", action="store_true", help="nothing but --jump-forward")
     parser.add_argument("--timeout-s", type=float, default=100.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
+    parser.add_argument(
+        "--results", type=Path, default=None, metavar="FILE", help="what is known so far, after each part"
+    )
     args = parser.parse_args()
     args.among = args.rows // 4 if args.among is None else args.among
-    print(json.dumps(asyncio.run(measure(args)), indent=1))
+    with Kept(args.results) as kept:
+        asyncio.run(measure(args, kept))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ of the sender, which one copy carries over; `rows`: an index operation a layer a
 copy; `host`: through pinned memory that both processes map, where /dev/shm has room. Times are medians, on one clock:
 from when the sender begins until the receiver has compared the stamps behind its scatter; messages between the
 processes (a pipe) are part of it. gb_s: bytes of KV a second, both copies included. The receiver's KV is compared with
-the sender's, byte for byte.
+the sender's, byte for byte. --results: file of what is known so far, after each case.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from gpu.kept import Kept
 from torch import multiprocessing
 
 from radixmesh.kernels.kv_copy import gather_rows, scatter_rows, token_bytes_of
@@ -195,7 +200,13 @@ def main() -> None:
     """Prints JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10)
-    runs = parser.parse_args().runs
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
+    args = parser.parse_args()
+    with Kept(args.results) as kept:
+        run(args.runs, kept)
+
+
+def run(runs: int, kept: Kept) -> None:
     num_gpus = torch.cuda.device_count()
     cases = [
         *(Case("llama-3.1-8b", 2048, page_size, way) for page_size in (1, 16) for way in ("direct", "staged")),
@@ -211,29 +222,31 @@ def main() -> None:
     pipe, other = context.Pipe()
     receiver = context.Process(target=receive, args=(other, shared.name, host_bytes, min(1, num_gpus - 1)))
     receiver.start()
+    # Without an end here, what waits for a receiver that has failed is told so.
+    other.close()
     memory, host = on_host(shared.name, host_bytes)
+    kept.note(
+        command=f"python bench/gpu/kv_transfer.py --runs {runs}",
+        machine=f"{torch.cuda.get_device_name()} x {num_gpus}, {os.cpu_count()} cores",
+        versions={"python": sys.version.split()[0], "torch": torch.__version__},
+        gpus=num_gpus,
+    )
+    found: list[dict[str, object]] = []
     try:
-        found = [measure(case, pipe, host, runs) for case in cases]
+        for case in cases:
+            found.append(measure(case, pipe, host, runs))
+            kept.note(cases=found)
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         pipe.send(None)
         receiver.join(30)
     finally:
         receiver.kill()
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
         del host
-        memory.close()
+        # After a failure its frames still have it.
+        with suppress(BufferError):
+            memory.close()
         shared.unlink()
-    print(
-        json.dumps(
-            {
-                "command": f"python bench/gpu/kv_transfer.py --runs {runs}",
-                "machine": f"{torch.cuda.get_device_name()} x {num_gpus}, {os.cpu_count()} cores",
-                "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-                "gpus": num_gpus,
-                "cases": found,
-            },
-            indent=1,
-        )
-    )
 
 
 if __name__ == "__main__":

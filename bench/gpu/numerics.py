@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.weights.source import fill_randomly
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.runner import Segment
 
 # Of steps of one row each.

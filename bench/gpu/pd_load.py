@@ -18,13 +18,14 @@ within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `st
 tokens, by --streams clients.
 
 Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
-output. transfers: as daemons count them, since their start.
+output. transfers: as daemons count them, since their start. --results: file of what is known so far, after each load.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import numpy as np
 import torch
 from gpu import pd_clients
+from gpu.kept import Kept
 from gpu.mesh import gpu_name
 from gpu.pd_clients import ANY_NUMBER, Answer, Clients
 from gpu.shapes import SHAPES, write_shape
@@ -112,7 +114,13 @@ def services(args: argparse.Namespace) -> dict[str, dict[str, object]]:
     return found
 
 
-async def measure(args: argparse.Namespace) -> dict[str, object]:
+async def measure(args: argparse.Namespace, kept: Kept) -> None:
+    kept.note(
+        command=" ".join(["python", *sys.argv]),
+        machine=f"{gpu_name()}, {os.cpu_count()} cores",
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        gpus=2 * args.pairs,
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = args.model.resolve() if args.model else write_shape(args.shape, Path(name))
         args.name = folder.name
@@ -130,34 +138,28 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             services=of,
             timeout_s=args.start_s,
         ) as mesh:
-            start_s = time.monotonic() - started
             layouts: dict[str, dict[str, object]] = {}
+            kept.note(start_s=round(time.monotonic() - started, 2), layouts=layouts)
             for layout in args.layouts:
                 layouts[layout] = {}
-                await _set_roles(mesh, args, layout)
                 try:
+                    await _set_roles(mesh, args, layout)
                     async with asyncio.timeout(args.timeout_s):
                         for load in args.loads:
                             row = layouts[layout][load] = await _LOADS[load](mesh, args, layout)
                             if load == "hand-over" and layout == "pairs":
                                 row["trace"] = _traced(mesh, args)
+                            kept.note(beyond_ms=_beyond(layouts), bugs_logged=list(mesh.bugs))
                             print(json.dumps({layout: {load: layouts[layout][load]}}), file=sys.stderr, flush=True)
-                except (RuntimeError, TimeoutError, AssertionError) as error:
-                    layouts[layout]["error"] = repr(error)
+                    layouts[layout]["transfers"] = await _transfers(mesh, args)
+                # The next layout is measured all the same, whatever this one has died of.
+                except Exception as error:
+                    layouts[layout]["error"] = repr(error)[:2000]
                     for name in (*names(args, "worker"), *names(args, "scheduler")):
                         print(name, *mesh.cluster.recent_lines(name)[-8:], sep="\n", file=sys.stderr)
-                layouts[layout]["transfers"] = await _transfers(mesh, args)
-            bugs = list(mesh.bugs)
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "gpus": 2 * args.pairs,
-        "start_s": round(start_s, 2),
-        "layouts": layouts,
-        "beyond_ms": _beyond(layouts),
-        "bugs_logged": bugs,
-    }
+                    with contextlib.suppress(Exception):
+                        layouts[layout]["transfers"] = await _transfers(mesh, args)
+                kept.note(beyond_ms=_beyond(layouts), bugs_logged=list(mesh.bugs))
 
 
 async def _set_roles(mesh: Mesh, args: argparse.Namespace, layout: str) -> None:
@@ -223,11 +225,13 @@ async def _prompts(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[st
         start, stop = clients[-1].start, clients[-1].stop
         *of_streams, prompts = await pd_clients.run(clients)
         decodes = [answer for answers in of_streams for answer in answers]
+        firsts = [answer.times[0] for answer in prompts if answer.times]
         told[f"{rate:g}/s"] = {
             "decodes": _figures(decodes, start, stop),
             "prompts": _figures(prompts, start, stop),
-            "prompt_tok_s": round(rate and len(prompts) * args.prompt / (max(a.times[0] for a in prompts) - start), 1),
+            "prompt_tok_s": round(len(firsts) * args.prompt / (max(firsts) - start), 1) if firsts else 0.0,
         }
+        print(json.dumps({f"{rate:g}/s": told[f"{rate:g}/s"]}), file=sys.stderr, flush=True)
     return told
 
 
@@ -256,7 +260,7 @@ def _traced(mesh: Mesh, args: argparse.Namespace) -> list[list[str]]:
     for name in (*names(args, "worker"), *names(args, "scheduler")):
         for line in mesh.cluster.recent_lines(name):
             told = json.loads(line) if '"event": "kv_' in line else {}
-            if told.get("level") == "debug":
+            if told.get("level") == "debug" and "transfer" in told:
                 fields = {key: told[key] for key in told if key not in (*_LOG_FIELDS, "event", "transfer")}
                 text = f"{name} {told['event']} {fields or ''}".strip()
                 by_transfer.setdefault(told["transfer"], []).append((datetime.fromisoformat(told["ts"]), text))
@@ -315,9 +319,8 @@ def _beyond(layouts: dict[str, dict[str, object]]) -> dict[str, float] | None:
     rows = [layouts.get(layout, {}).get("hand-over") for layout in ("pairs", "mixed")]
     if not all(isinstance(row, dict) for row in rows):
         return None
-    return {
-        f"token_{n}": round(rows[0][f"token_{n}_ms"]["p50"] - rows[1][f"token_{n}_ms"]["p50"], 2) for n in (1, 2, 3)
-    }
+    by_token = {n: [row[f"token_{n}_ms"].get("p50") for row in rows] for n in (1, 2, 3)}
+    return {f"token_{n}": round(of[0] - of[1], 2) for n, of in by_token.items() if None not in of}
 
 
 def _quantiles(seconds: np.ndarray, percents: tuple[float, ...]) -> dict[str, float]:
@@ -356,11 +359,12 @@ def main() -> None:
     parser.add_argument("--staging-bytes", type=int, default=4 * 2**30, help="memory of a worker for transfers")
     parser.add_argument("--start-s", type=float, default=400.0)
     parser.add_argument("--timeout-s", type=float, default=400.0, help="of all loads of one layout")
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     args.num_begun = 0
-    result = asyncio.run(measure(args))
-    print(json.dumps(result, indent=1))
-    layouts = result["layouts"]
+    with Kept(args.results) as kept:
+        asyncio.run(measure(args, kept))
+    layouts = kept.found["layouts"]
     assert isinstance(layouts, dict)
     sys.exit(any("error" in layout for layout in layouts.values()))
 

@@ -5,12 +5,14 @@
 In process: the runner is driven by hand, steps follow each other without a wait, the KV is random. Hardly a draft is
 right, so that lengths grow as they do without; a step costs the same whatever is accepted. positions: of a row, its
 last token and the drafts. ratio: the step's time over that of a plain one of as many rows. break_even: tokens that a
-row must yield beside the first, of the drafts, for a token to cost as much as without.
+row must yield beside the first, of the drafts, for a token to cost as much as without. --results: file of what is
+known so far, after each case.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import triton
+from gpu.kept import Kept
 from gpu.mesh import gpu_name
 from gpu.shapes import write_shape
 from gpu.steps import Bench
@@ -142,7 +145,19 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--few-rows", action="store_true", help="kernels/gemm_sm90/few_rows.cu competes for few rows")
+    parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
+    with Kept(args.results) as kept:
+        measure(args, kept)
+
+
+def measure(args: argparse.Namespace, kept: Kept) -> None:
+    kept.note(
+        command=" ".join(["python", *sys.argv]),
+        machine=f"{gpu_name()}, {os.cpu_count()} cores",
+        versions={"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        shape=args.shape,
+    )
     cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
     results = []
     for positions in args.positions:
@@ -158,18 +173,12 @@ def main() -> None:
             case = {"rows": num_rows, "context": context, "positions": positions}
             of_plain = {"plain_ms": round(plain[num_rows, context], 3), "ratio": round(ratio, 3)}
             results.append({**case, **got, **of_plain, "break_even": round(ratio - 1, 3)})
+            kept.note(steps=results)
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-        # A worker has the memory to itself.
+        # A worker has the memory to itself; a runner is part of cycles.
         del runner, bench
+        gc.collect()
         torch.cuda.empty_cache()
-    output = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "shape": args.shape,
-        "steps": results,
-    }
-    print(json.dumps(output, indent=1))
 
 
 if __name__ == "__main__":

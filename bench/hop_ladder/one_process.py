@@ -23,9 +23,9 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepResult
-from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, TokenRows
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem

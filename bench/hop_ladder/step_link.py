@@ -15,7 +15,7 @@ from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.step_handle import StepHandle
-from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.stream.step_queue import StepQueue
 
 # The default that worker and scheduler agree on over gRPC.
 _PLANS_IN_FLIGHT = 8

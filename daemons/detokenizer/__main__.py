@@ -9,7 +9,7 @@ from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_OPEN_FRAME_BYTES
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.settings import load_settings
 
 

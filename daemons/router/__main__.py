@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
 
 

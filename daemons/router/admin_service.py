@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import parse_address

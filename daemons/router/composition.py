@@ -15,24 +15,24 @@ from radixmesh.daemons.router.discovery.sources import make_sources
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.frame_stream import Dial
-from radixmesh.daemons.router.peers.link_placement import LinkPlacement
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
-from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool, TokenizerReplica
 from radixmesh.daemons.router.placement.cache_follower import OpenWatch
 from radixmesh.daemons.router.placement.placement import Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.queue.tenants import TenantShares
 from radixmesh.daemons.router.queue.waiting_outputs import QueueBounds, WaitingOutputs
+from radixmesh.daemons.router.requests.intake.model_aliases import ModelAliases
+from radixmesh.daemons.router.requests.intake.request_maker import RequestMaker
 from radixmesh.daemons.router.requests.journal import Journal
-from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
-from radixmesh.daemons.router.requests.request_maker import RequestMaker
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.name_watch import Lookup, NameWatch
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Tracer
 from radixmesh.detokenizer.v1 import detokenizer_pb2

@@ -11,7 +11,7 @@ from radixmesh.daemons.router.chat.formats import AUTO, REASONING_PARSERS, TOOL_
 from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.queue.tenants import TenantShares
-from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.router.requests.intake.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.addresses import parse_address
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.errors import MeshError

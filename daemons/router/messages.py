@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.guided.source import grammar_to_proto
 from radixmesh.daemons.runtime.sampling import sampling_to_proto, stop_to_proto

@@ -17,24 +17,24 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.discovery.discovery import Discovery
 from radixmesh.daemons.router.discovery.retirement import Retirement
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
-from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.intake.request_maker import RequestMaker
+from radixmesh.daemons.router.requests.intake.resolver import check_names
+from radixmesh.daemons.router.requests.intake.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.intake.sessions import bind_session
+from radixmesh.daemons.router.requests.intake.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.journal import Journal, Request
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
-from radixmesh.daemons.router.requests.request_maker import RequestMaker
 from radixmesh.daemons.router.requests.request_stream import RequestStream, StreamTable
 from radixmesh.daemons.router.requests.request_times import RequestTimes
-from radixmesh.daemons.router.requests.resolver import check_names
-from radixmesh.daemons.router.requests.resume import check_resume, rebuild
-from radixmesh.daemons.router.requests.sessions import bind_session
-from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
+from radixmesh.daemons.runtime.rpc.health.progress import Progress, State
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
-from radixmesh.daemons.runtime.rpc.progress import Progress, State
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context

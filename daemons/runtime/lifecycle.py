@@ -26,11 +26,11 @@ from google.protobuf.internal import api_implementation
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.telemetry.logs import configure_logging, get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.metrics_server import MetricsServer, serve_metrics

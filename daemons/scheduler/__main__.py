@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_SERVE_FRAME_BYTES
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState

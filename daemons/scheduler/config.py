@@ -10,8 +10,8 @@ from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.scheduler.cache.eviction import EVICTION_POLICIES
 from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, check_cache_choice
-from radixmesh.daemons.scheduler.planning.dispatch import DISPATCH_CHOICES, DispatchChoice
-from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DISPATCH_CHOICES, DispatchChoice
+from radixmesh.daemons.scheduler.planning.experts.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
 from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
-from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.step_timeout import StepTimeout

@@ -10,22 +10,22 @@ from functools import partial
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, create_member, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.core_config import CoreConfig
-from radixmesh.daemons.worker.group_member import GroupMember
-from radixmesh.daemons.worker.kv_transfer.choice import make_transport
+from radixmesh.daemons.worker.host_memory.tiers import add_host_memory, add_store, page_format_of
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
+from radixmesh.daemons.worker.kv_transfer.transports.choice import make_transport
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.ranks.group_member import GroupMember
 from radixmesh.daemons.worker.service import WorkerService
 from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
 from radixmesh.daemons.worker.simulated.held_transfers import HeldService, TransferHolds, hold_scatters
-from radixmesh.daemons.worker.tiers import add_host_memory, add_store, page_format_of
 from radixmesh.worker.v1 import worker_pb2_grpc
 
 
@@ -79,6 +79,7 @@ class WorkerDaemon(Daemon):
             max_tokens_per_step=self._settings.max_tokens_per_step,
             blobs=self.core.blobs,
             grammars=model.grammars,
+            guides=model.guides,
         )
         if executor.host is not None:
             executor.host.metrics = self._metrics
@@ -92,6 +93,8 @@ class WorkerDaemon(Daemon):
     async def close(self) -> None:
         self.core.close()
         executor = self.core.executor
+        if executor is not None:
+            await asyncio.to_thread(executor.close)
         if executor is not None and executor.host is not None:
             await asyncio.to_thread(executor.host.close)
 

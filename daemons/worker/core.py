@@ -12,32 +12,32 @@ from functools import partial
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
-from radixmesh.daemons.worker.build import build_of_worker
-from radixmesh.daemons.worker.capabilities import add_layout, add_model, worker_hello
 from radixmesh.daemons.worker.core_config import CoreConfig
-from radixmesh.daemons.worker.epochs import EpochLedger, Holder
-from radixmesh.daemons.worker.group_formation import GroupFormation
-from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
+from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
-from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
 from radixmesh.daemons.worker.plans.plans_in_flight import PlansInFlight
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
-from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
-from radixmesh.daemons.worker.step_queue import StepQueue
-from radixmesh.daemons.worker.transfer_pins import TransferPins
+from radixmesh.daemons.worker.ranks.build import build_of_worker
+from radixmesh.daemons.worker.ranks.group_formation import GroupFormation
+from radixmesh.daemons.worker.ranks.group_member import GroupMember, UnconnectedMember
+from radixmesh.daemons.worker.stream.capabilities import add_layout, add_model, worker_hello
+from radixmesh.daemons.worker.stream.epochs import EpochLedger, Holder
+from radixmesh.daemons.worker.stream.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)

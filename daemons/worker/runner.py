@@ -26,10 +26,10 @@ from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 if TYPE_CHECKING:
-    from radixmesh.daemons.worker.expert_moves import ExpertMoves
-    from radixmesh.daemons.worker.host_pool import HostPool
+    from radixmesh.daemons.worker.experts.expert_moves import ExpertMoves
+    from radixmesh.daemons.worker.host_memory.host_pool import HostPool
     from radixmesh.daemons.worker.kv_transfer.device_memory import KvDevice
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

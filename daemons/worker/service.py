@@ -14,8 +14,8 @@ from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.kv_transfer.device_memory import check_device_memory
 from radixmesh.daemons.worker.kv_transfer.transfer_service import receive
-from radixmesh.daemons.worker.result_stream import ResultStream, Send
-from radixmesh.daemons.worker.session import ExecuteSession
+from radixmesh.daemons.worker.stream.result_stream import ResultStream, Send
+from radixmesh.daemons.worker.stream.session import ExecuteSession
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _ExecuteContext = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]

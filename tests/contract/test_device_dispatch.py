@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDisp
 from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ops import TorchOps
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
 from radixmesh.kernels.moe.route import Routes
 
@@ -110,7 +110,7 @@ class Ranks:
     def buffers(self) -> list[FakeNixlEp.Buffer | FakeDeepEp.Buffer]:
         """The library's ends, of transports by one."""
         dispatches = [dispatch for dispatch in self.dispatches if isinstance(dispatch, BufferDispatch)]
-        return [dispatch._buffer._buffer for dispatch in dispatches]  # type: ignore[union-attr]
+        return [dispatch.buffer.buffer for dispatch in dispatches]  # type: ignore[union-attr]
 
     def close(self) -> None:
         for member in self.members:

@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.runtime_servicers import Bench, serving
 
-from radixmesh.daemons.runtime.rpc import health_watches
 from radixmesh.daemons.runtime.rpc.channel import open_channel
-from radixmesh.daemons.runtime.rpc.health_watches import HealthWatches
-from radixmesh.daemons.runtime.rpc.progress import Progress, State
+from radixmesh.daemons.runtime.rpc.health import watches as health_watches
+from radixmesh.daemons.runtime.rpc.health.progress import Progress, State
+from radixmesh.daemons.runtime.rpc.health.watches import HealthWatches
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -11,7 +11,7 @@ from support.runtime_servicers import Bench, frame, serving
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.channel import open_channel
-from radixmesh.daemons.runtime.rpc.health import HealthService, Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService, Progress
 from radixmesh.daemons.runtime.rpc.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.detokenizer.v1.detokenizer_pb2 import DetokenizeResponse, TextRow

@@ -10,7 +10,6 @@ import pytest
 from support.runtime_servicers import Detokenizer, serving
 from support.wire import raw_channel, refusal_of
 
-from radixmesh.daemons.runtime.rpc import stream_gate
 from radixmesh.daemons.runtime.rpc.frames import (
     MAX_ENTRY_BYTES,
     MAX_FRAME_BYTES,
@@ -19,7 +18,8 @@ from radixmesh.daemons.runtime.rpc.frames import (
     MAX_PLAN_BYTES,
     MAX_SERVE_FRAME_BYTES,
 )
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates import stream_gate
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
 from radixmesh.detokenizer.v1 import detokenizer_pb2 as pb
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from support.wire import Refusal, raw_channel, refusal_from, refusal_of
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
-from radixmesh.daemons.runtime.rpc.unary_gate import Room, UnaryLimits
+from radixmesh.daemons.runtime.rpc.gates.fair_semaphore import FairSemaphore
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import Room, UnaryLimits
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 MIB = 1 << 20

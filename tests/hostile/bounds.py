@@ -14,14 +14,14 @@ WIRE = f"{D}runtime.rpc.wire_bounds:check_counts"
 WHOLE = f"{D}runtime.rpc.server:MAX_MESSAGE_BYTES"
 PEER_NAME = (1024, f"{D}runtime.rpc.hello:check_peer_names")
 REQUEST_ID = (256, f"{D}runtime.request_ids:check_request_id")
-NAME = (256, f"{D}router.requests.resolver:check_names")
+NAME = (256, f"{D}router.requests.intake.resolver:check_names")
 # Parsed and refused: the verb or option is not offered.
 NOT_OFFERED_WORKER = (64 << 20, f"{D}worker.service:WorkerService")
 TEXT = (4 << 20, f"{D}tokenizer.text_codec:Limits")
 JSON = (4 << 20, f"{D}tokenizer.chat:check_chat_size")
 ADDRESS = (64 << 10, WIRE)
 # Ids of the vocabulary, as many as the context holds; what is one message at most is compared as an array.
-CONTEXT = (64 << 20, f"{D}router.requests.resolver:check_prompt")
+CONTEXT = (64 << 20, f"{D}router.requests.intake.resolver:check_prompt")
 # Arrays whose lengths and values the plan check compares with the worker's slots and pages before anything runs.
 PLAN = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 ADMIT = (64 << 20, f"{D}worker.plans.admit_check:check_admit")
@@ -30,7 +30,7 @@ STOPS = (64, f"{D}runtime.sampling:check_stops")
 # Read as arrays of one message at most, and dropped: no runner speculates yet.
 DRAFTS = (64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")
 # Pages and host pages that are compared with the worker's.
-MOVES = (64 << 20, f"{D}worker.plans.host_tier:check_moves")
+MOVES = (64 << 20, f"{D}worker.plans.tiers.host_tier:check_moves")
 PLAN_COUNT = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 
 
@@ -54,7 +54,7 @@ BOUNDS: dict[str, Bound] = {
         tokenizer_fingerprint=PEER_NAME,
         grammar_format=PEER_NAME,
         # A client's is dropped, a peer's is kept by none but the router, for a scheduler that it dialled.
-        eos_ids=(64 << 20, f"{D}router.requests.resume:rebuild"),
+        eos_ids=(64 << 20, f"{D}router.requests.intake.resume:rebuild"),
     ),
     **_rows(
         "common.v1.SamplingParams",
@@ -87,19 +87,19 @@ BOUNDS: dict[str, Bound] = {
         session=NAME,
         tenant=NAME,
     ),
-    **_rows("router.v1.Resume", outputs=(128, f"{D}router.requests.resolver:MAX_N")),
+    **_rows("router.v1.Resume", outputs=(128, f"{D}router.requests.intake.resolver:MAX_N")),
     **_rows(
         "router.v1.Resolved",
         request_id=REQUEST_ID,
         model=NAME,
         prompt_ids=CONTEXT,
-        seeds=(128, f"{D}router.requests.resolver:MAX_N"),
+        seeds=(128, f"{D}router.requests.intake.resolver:MAX_N"),
         cache_salt=NAME,
         session=NAME,
         tenant=NAME,
         trace_context=(55, f"{D}runtime.telemetry.tracing:is_traceparent"),
     ),
-    **_rows("router.v1.OutputProgress", output_ids=(64 << 20, f"{D}router.requests.resume:rebuild")),
+    **_rows("router.v1.OutputProgress", output_ids=(64 << 20, f"{D}router.requests.intake.resume:rebuild")),
     **_rows("router.v1.AbortRequest", request_id=REQUEST_ID),
     **_rows("router.v1.TokenizeRequest", model=NAME, items=(4096, f"{D}tokenizer.text_codec:Limits")),
     **_rows("tokenizer.v1.ChatInput", messages=(4096, f"{D}tokenizer.text_codec:Limits"), tools_json=JSON),
@@ -114,6 +114,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows("router.v1.MoveOutputsRequest", request_id=REQUEST_ID, from_address=ADDRESS, to_address=ADDRESS),
     # Routers to tokenizers.
     **_rows("tokenizer.v1.EncodeRequest", items=(4096, f"{D}tokenizer.text_codec:Limits"), tenant=(64 << 10, WIRE)),
+    **_rows("tokenizer.v1.EncodeEachRequest", trace_context=(16 << 10, f"{D}runtime.encode_calls:MAX_CALL_BYTES")),
     **_rows("tokenizer.v1.CompileGrammarRequest", tenant=(64 << 10, WIRE)),
     **_rows(
         "tokenizer.v1.DecodeRequest",
@@ -179,14 +180,14 @@ BOUNDS: dict[str, Bound] = {
     # Schedulers to workers.
     **_rows(
         "worker.v1.ExecuteRequest",
-        complete=(64 << 20, f"{D}worker.session:ExecuteSession"),
-        more_plans=(8, f"{D}worker.session:ExecuteSession"),
+        complete=(64 << 20, f"{D}worker.stream.session:ExecuteSession"),
+        more_plans=(8, f"{D}worker.stream.session:ExecuteSession"),
     ),
     **_rows("worker.v1.StepPlan", ranks=(64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")),
     **_rows("worker.v1.PlanHeader", barrier_ops=PLAN_COUNT),
     **_rows("worker.v1.CommitStaged", stage_id=PLAN, weights_digest=PLAN),
     **_rows("worker.v1.MoveExperts", stage_id=PLAN, sources=PLAN, targets=PLAN),
-    **_rows("worker.v1.ExpertPlacement", experts=(64 << 20, f"{D}worker.expert_moves:ExpertMoves")),
+    **_rows("worker.v1.ExpertPlacement", experts=(64 << 20, f"{D}worker.experts.expert_moves:ExpertMoves")),
     **_rows("worker.v1.UnloadAdapter", adapter=PLAN),
     **_rows("worker.v1.ReleaseMemory", tags=PLAN_COUNT),
     **_rows("worker.v1.ForwardShape", idle_ranks=PLAN),
@@ -226,7 +227,9 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("worker.v1.SnapshotCacheRequest", instance_id=(64 << 10, WIRE)),
     **_rows(
-        "worker.v1.PutBlobRequest", hash=(64 << 10, WIRE), data=(32 << 20, f"{D}worker.plans.blob_store:BlobStore")
+        "worker.v1.PutBlobRequest",
+        hash=(64 << 10, WIRE),
+        data=(32 << 20, f"{D}worker.plans.slots.blob_store:BlobStore"),
     ),
     **_rows("worker.v1.NixlRegion", agent_metadata=NOT_OFFERED_WORKER),
     **_rows("worker.v1.StageRequest", stage_id=(64 << 10, WIRE)),
@@ -259,8 +262,8 @@ BOUNDS: dict[str, Bound] = {
     **_rows(
         "worker.v1.FetchPagesRequest",
         instance_id=(64 << 10, WIRE),
-        ids=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
-        host_pages=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
+        ids=(64 << 20, f"{D}worker.plans.tiers.store_tier:StoreTier"),
+        host_pages=(64 << 20, f"{D}worker.plans.tiers.store_tier:StoreTier"),
         cache_namespace=(64 << 10, WIRE),
     ),
     **_rows(

@@ -66,6 +66,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
     stand_ins = {"cudart": lambda: runtime, "check_error": lambda _: None, "Stream": Stream}
+    stand_ins["is_current_stream_capturing"] = lambda: False
     for name, stand_in in {**stand_ins, "device": nothing, "stream": nothing}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device = SimpleNamespace(torch_device=torch.device("cpu"), stream=Stream(), event_on=lambda stream: Event())
@@ -111,7 +112,7 @@ def test_a_load_waits_for_a_step_or_for_all_and_for_saves_of_its_pages(cuda: Sim
     cuda.use(_driver)
     pool, _ = _pool(cuda)
     pool.wait()
-    stream, step = pool._load_stream, Event()
+    stream, step = pool.load_stream, Event()
     stream.waits.clear()
     one, two = np.array([1], np.int32), np.array([2], np.int32)
     pool.load(one, one, DONE)

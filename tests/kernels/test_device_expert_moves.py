@@ -20,15 +20,15 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import DispatchMode
-from radixmesh.daemons.scheduler.planning.expert_moves import ExpertMove, fewest_moves
+from radixmesh.daemons.scheduler.planning.experts.expert_moves import ExpertMove, fewest_moves
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
 from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
-from radixmesh.daemons.worker.expert_moves import REPORT_FORWARDS
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.experts.expert_moves import REPORT_FORWARDS
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.worker.v1 import worker_pb2
 
@@ -46,7 +46,7 @@ def _memory(runner: DeviceRunner) -> list[int]:
     """Addresses of all that graphs read."""
     layers = runner.model.shared_experts()
     weights = [part.data_ptr() for layer in layers for slot in range(2) for part in layer.bytes_of(slot)]
-    return [*weights, *(layer._table.data_ptr() for layer in layers), *(layer.picks_E.data_ptr() for layer in layers)]
+    return [*weights, *(layer.table.data_ptr() for layer in layers), *(layer.picks_E.data_ptr() for layer in layers)]
 
 
 def _run(moves: DeviceExpertMoves, op: worker_pb2.BarrierOp) -> None:

@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import HostGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from radixmesh.daemons.worker.runner import Segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of GPUs are processes: tests/gpu")

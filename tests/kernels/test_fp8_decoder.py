@@ -32,8 +32,8 @@ from radixmesh.daemons.worker.cuda.model.device_model import Kernels
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.weights import loading as load_weights
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
 

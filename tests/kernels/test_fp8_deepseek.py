@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.cuda.fp8.expert_weights import PlainExpertWeights
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.runner import ModelRunner, Segment
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
@@ -99,7 +99,7 @@ def test_kernels_compute_what_torch_does(
 ) -> None:
     folder = _folder(tmp_path)
     want = _logits(load_device_runner(folder, _SETTINGS, HostDevice()), _IDS[:9])
-    monkeypatch.setattr(kernel_choice, "_kernels_name", lambda settings, device: "triton")
+    monkeypatch.setattr(kernel_choice, "kernels_name", lambda settings, device: "triton")
     runner = load_device_runner(folder, replace(_SETTINGS, deterministic=is_deterministic), HostDevice())
     assert _median_error(_logits(runner, _IDS[:9]), want) < 0.01
 

@@ -10,8 +10,8 @@ import pytest
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from radixmesh.cli.daemon_report import ask_daemon
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

@@ -429,8 +429,8 @@ def test_health_verb_answers_with_its_exit_code(running_up, tmp_path):
 ROUTER = """
 import asyncio, os
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 

@@ -19,13 +19,14 @@ from support.kv_writers import hold_and_write, needs_nixl, write_by_nixl
 
 from radixmesh.cli import transfers as cli_transfers
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import host_process, nixl_agent, shared_memory
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer import host_process
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
+from radixmesh.daemons.worker.kv_transfer.transports import nixl_agent, shared_memory
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
 
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
@@ -236,7 +237,7 @@ async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: p
                 assert '"quarantined_bytes": 0' in capsys.readouterr().out
             await until(lambda: not transfers.staging.num_bytes)
             assert held.memory is None and not len(transfers.receiver)
-            assert transfers._transport.slab.num_free == transfers._transport.slab.num_bytes
+            assert transfers.transport.slab.num_free == transfers.transport.slab.num_bytes
         finally:
             process.kill()
             process.join()
@@ -287,7 +288,7 @@ def test_a_process_is_gone_by_its_start_and_only_on_this_host() -> None:
     assert not own._replace(started=own.started + 1, host="elsewhere").is_gone()
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
-    seen = HostProcess(own.host, process.pid or 0, host_process._started(process.pid or 0) or 0)
+    seen = HostProcess(own.host, process.pid or 0, host_process.started_at(process.pid or 0) or 0)
     assert not seen.is_gone()
     process.kill()
     deadline = time.monotonic() + TIMEOUT_S

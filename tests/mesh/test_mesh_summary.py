@@ -10,7 +10,7 @@ from support.router_mesh import PROMPT_OF_TESTS, router_mesh
 from radixmesh.daemons.router.http.answers.mesh_summary import MAX_REQUESTS
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.mesh import MeshEndpoint
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 SECRET = "a-name-that-nobody-is-told"

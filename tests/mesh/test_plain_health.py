@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from radixmesh.cli.plain_health import ask_plain
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 
 

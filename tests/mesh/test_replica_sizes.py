@@ -15,7 +15,7 @@ from radixmesh.client import RadixMeshError
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.messages import identity_from_proto
-from radixmesh.daemons.router.peers.served_models import served_models
+from radixmesh.daemons.router.peers.schedulers.served_models import served_models
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.router.v1 import router_pb2

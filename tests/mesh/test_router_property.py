@@ -20,7 +20,7 @@ from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
 from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.router.v1 import router_pb2
 

@@ -18,13 +18,13 @@ from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.health.progress import State
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import State
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.planning.admission.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation

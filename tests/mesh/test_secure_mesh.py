@@ -28,7 +28,7 @@ from support.node import node_or_skip, run_node
 
 from radixmesh.client import AsyncClient, AuthenticationError, RadixMeshError, UnavailableError
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.router.requests.tenancy import tenant_salt
+from radixmesh.daemons.router.requests.intake.tenancy import tenant_salt
 from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles

@@ -17,7 +17,7 @@ from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.transfer_pins import TransferPins
+from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 
 TIMEOUT_S = 60.0
 

@@ -17,8 +17,8 @@ from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import CollectiveAborted, UnconnectedMember
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, UnconnectedMember
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.worker.v1 import worker_pb2
 

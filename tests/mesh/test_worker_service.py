@@ -24,9 +24,9 @@ from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.stream.session import ExecuteSession
 from radixmesh.worker.v1 import worker_pb2
 
 ALPHABET = Alphabet.of(500, eos_ids=(7,))

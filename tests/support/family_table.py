@@ -20,9 +20,9 @@ from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.cuda.weights.loading import check_model
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models import registry
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 
 from .deepseek_folders import random_deepseek
 from .family_folders import FAMILIES, family_model

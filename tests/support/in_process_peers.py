@@ -12,8 +12,8 @@ from radixmesh.daemons.detokenizer.service import DetokenizerService
 from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from support.router_mesh import MODEL, VOCABULARY
 
 _FAMILY = family_of(VOCABULARY)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.kv_transfer import shared_memory
-from radixmesh.daemons.worker.kv_transfer.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.transports import shared_memory
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport, make_transport
 from radixmesh.worker.v1 import worker_pb2
 from support.host_kv_device import HostKvDevice
 
@@ -33,7 +33,7 @@ def write_by_nixl(address: str, pipe) -> None:
                 while True:
                     await asyncio.sleep(0.05)
                     await writer.write(0, np.full(0, 7, np.uint8))
-                    await writer._words.wrote(1)
+                    await writer.words.wrote(1)
         except MeshError:
             pipe.send("refused")
         await asyncio.sleep(60)

@@ -10,9 +10,9 @@ import torch
 from radixmesh.daemons.worker.cuda.model.decoder import DeviceDecoder, LoadedDecoder
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from support.fallback_models import FALLBACK_MODELS, fallback_model
 from support.family_folders import FAMILIES, family_model
 from support.model_contract import NUM_PAGES, PAGE_SIZE, ModelCase, PartCase

@@ -24,7 +24,7 @@ from radixmesh.daemons.worker.collectives.member import CollectiveMember
 from radixmesh.daemons.worker.cuda.device import CudaDevice, HostDevice
 from radixmesh.daemons.worker.cuda.ranks.peer_group import PeerGroup
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from support.host_peer_memory import HostPeerMemory
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from support.running_daemon import Running, running
 

@@ -17,7 +17,7 @@ import torch
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives.member import CollectiveMember
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 
 _ROOT = Path(__file__).parents[2]
 

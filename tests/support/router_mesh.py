@@ -26,8 +26,8 @@ from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.rpc.channel import open_channel
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.runtime.sampling import output_seed
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics

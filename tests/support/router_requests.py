@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.journal import Output, Request
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.sampling import Sampling, Stop

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 

@@ -9,11 +9,11 @@ import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.server import MeshServer
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import current_request
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.requests.intake.tenancy import bind_priority
 from radixmesh.daemons.router.requests.journal import Journal
-from radixmesh.daemons.router.requests.tenancy import bind_priority
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.caller import ANYBODY, Caller, set_caller
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.security.api_keys import ApiKeys, bearer_key
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics

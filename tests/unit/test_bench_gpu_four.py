@@ -47,7 +47,7 @@ def test_a_part_that_fails_is_noted_and_run_again_and_the_others_are_not(
     ]
     found = _run(four, monkeypatch, out, parts)
     assert "a cable is missing" in found["one"]["errors"][0] and found["one"]["results"] == [None]
-    assert "printed no JSON" in found["two"]["errors"][0] and found["two"]["results"] == [{"x": 1}]
+    assert "printed no JSON" in found["two"]["errors"][0] and found["two"]["results"] == [{"x": 1}, None]
     assert found["three"]["results"] == [{"x": 1}, {"x": 1}] and found["four"]["skipped"] == "nobody has it"
     fails.unlink()
     parts[2] = four.Part(name="three", commands=[_python("raise SystemExit('not again')")])
@@ -73,6 +73,34 @@ def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(
         time.sleep(0.01)
     found = _run(four, monkeypatch, tmp_path / "late.json", parts[:1], "--minutes", "0")
     assert found["hangs"]["skipped"] == "no time was left"
+
+
+@pytest.mark.parametrize(("ends", "error"), [("sys.exit('no memory')", "no memory"), ("time.sleep(600)", "not end")])
+def test_results_so_far_of_what_fails_or_hangs_are_kept(
+    four: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: str, error: str
+) -> None:
+    script, out = tmp_path / "rank_load.py", tmp_path / "out.json"
+    keeps = "from gpu.kept import Kept; kept = Kept(pathlib.Path(sys.argv[-1])); kept.note(decodes={'1x8': 5.0})"
+    bench = str(Path(__file__).parents[2] / "bench")
+    script.write_text(f"import pathlib, sys, time; sys.path.insert(0, {bench!r})\n{keeps}\n{ends}\n")
+    command = [sys.executable, str(script), "--decode", "1x8"]
+    found = _run(four, monkeypatch, out, [four.Part(name="load", commands=[command], limit_s=5.0)])
+    assert error in found["load"]["errors"][0] and found["load"]["results"] == [{"decodes": {"1x8": 5.0}}]
+    script.write_text(_SAYS)
+    found = _run(four, monkeypatch, out, [four.Part(name="load", commands=[command])])
+    assert "errors" not in found["load"] and found["load"]["results"] == [{"x": 1}], "it was not whole"
+
+
+def test_what_ends_a_benchmark_is_printed_beside_its_results(
+    four: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gpu.kept import Kept
+
+    with pytest.raises(ValueError, match="of the third"), Kept(None) as kept:
+        kept.note(first=1)
+        kept.note(second=2)
+        raise ValueError("of the third")
+    assert json.loads(capsys.readouterr().out) == {"first": 1, "second": 2, "error": "ValueError('of the third')"}
 
 
 def _runs(pid: int) -> bool:

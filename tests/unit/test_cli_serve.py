@@ -19,7 +19,7 @@ from radixmesh.cli.serve.model_check import CheckedModel, ModelCheckError, check
 from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.daemons.cluster.compose.compose import DependencyCondition
 from radixmesh.daemons.cluster.compose.reader import read_compose
-from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.router.requests.intake.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.config import WorkerSettings
 
@@ -72,7 +72,7 @@ def test_daemons_start_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     """Whoever waited for a healthy worker would begin its imports when everything else is over."""
     for name in ("FOLDER", "WORKER", "WORKERS", "ROUTER", "PORT", "GRPC_PORT"):
         monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "1")
-    compose = read_compose([serve._COMPOSE_FILE, serve._RANKS_FILE], dict(os.environ))
+    compose = read_compose([serve.COMPOSE_FILE, serve.RANKS_FILE], dict(os.environ))
     waits = [one for service in compose.services.values() for one in service.depends_on]
     assert len(waits) > 4 and all(one.condition is DependencyCondition.STARTED for one in waits)
 

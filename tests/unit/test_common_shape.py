@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
-from radixmesh.daemons.scheduler.planning.dispatch import DISPATCH_CHOICES, DispatchChoice
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DISPATCH_CHOICES, DispatchChoice
 from radixmesh.worker.v1 import worker_pb2
 
 NUM_RANKS = 3

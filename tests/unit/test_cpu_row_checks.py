@@ -16,8 +16,8 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles
 from radixmesh.daemons.worker.cpu.load import load_model
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Model, Placement, RowInput, RowProbe
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors, sizes_agree
 
 _CPU = torch.device("cpu")

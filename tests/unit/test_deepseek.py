@@ -24,13 +24,13 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles
 from radixmesh.daemons.worker.cpu.load import load_model
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMethod, read_deepseek_config
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
 from radixmesh.daemons.worker.models.deepseek.routing import DeepseekRouter, pick_biased, pick_highest
 from radixmesh.daemons.worker.models.deepseek.weights import MoeWeights
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles, Tensors
 

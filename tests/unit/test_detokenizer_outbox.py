@@ -19,8 +19,8 @@ from radixmesh.daemons.detokenizer.service import DetokenizerService
 from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.detokenizer.v1 import detokenizer_pb2 as pb
 
 VOCABULARY = vocabulary_of(byte_level())

@@ -20,7 +20,7 @@ from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import SlotError, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.planning import prefill
+from radixmesh.daemons.scheduler.planning.admission import prefill
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Outputs

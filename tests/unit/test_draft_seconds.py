@@ -8,7 +8,7 @@ import numpy as np
 from support.drafting import cpu_drafter, target_folder
 from support.planner_world import World
 
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.cpu import load_cpu_runner

@@ -11,7 +11,7 @@ from unit.test_dp_ranks import DpWorld
 
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.steps.step import DispatchMode
-from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DispatchChoice
 
 MAX_TOKENS = 3
 requests = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3))

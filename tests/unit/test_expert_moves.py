@@ -19,12 +19,12 @@ from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan, StepResult
 from radixmesh.daemons.scheduler.group.shared_experts import SharedExperts
-from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings, ExpertBalancer
-from radixmesh.daemons.scheduler.planning.expert_moves import ExpertMove, fewest_moves
+from radixmesh.daemons.scheduler.planning.experts.expert_balancer import BalanceSettings, ExpertBalancer
+from radixmesh.daemons.scheduler.planning.experts.expert_moves import ExpertMove, fewest_moves
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.expert_moves import ExpertMoves
+from radixmesh.daemons.worker.experts.expert_moves import ExpertMoves
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.worker.v1 import worker_pb2
 

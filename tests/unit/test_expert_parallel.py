@@ -20,8 +20,8 @@ from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.expert_dispatch import LocalDispatch
-from radixmesh.daemons.worker.expert_slots import ExpertSlots
+from radixmesh.daemons.worker.experts.expert_dispatch import LocalDispatch
+from radixmesh.daemons.worker.experts.expert_slots import ExpertSlots
 
 MODES = [DispatchMode.NORMAL, DispatchMode.LOW_LATENCY]
 NUM_TOKENS = 24

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.scheduler.planning.expert_placement import ExpertSites, balancedness, place_by_load
+from radixmesh.daemons.scheduler.planning.experts.expert_placement import ExpertSites, balancedness, place_by_load
 from radixmesh.daemons.scheduler.results.expert_load import ExpertLoad
 
 

@@ -10,11 +10,11 @@ from support.rounding import sum_tolerance
 from torch.nn import functional
 
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.expert_checkpoint import ExpertNames, expert_targets
 from radixmesh.daemons.worker.models.experts import ExpertWeights, RoutedExperts, Routing
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.tiles import RowTiles
 
 _NUM_EXPERTS, _HIDDEN, _MLP, _PICKS = 6, 37, 19, 3

@@ -10,7 +10,7 @@ from support.router_mesh import MODEL
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.messages import identity_from_proto, resolved_to_proto
-from radixmesh.daemons.router.requests.resolver import check_request, resolve
+from radixmesh.daemons.router.requests.intake.resolver import check_request, resolve
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import read_model_identity

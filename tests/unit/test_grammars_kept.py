@@ -8,7 +8,7 @@ import hashlib
 
 import pytest
 
-from radixmesh.daemons.router.requests.grammars import Grammars
+from radixmesh.daemons.router.requests.intake.grammars import Grammars
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.scheduler.queue.grammars import GrammarShelf

@@ -20,13 +20,13 @@ from radixmesh.daemons.router.http.bodies.body import Body, parse, parse_whole
 from radixmesh.daemons.router.http.bodies.body_budget import BodyBudget
 from radixmesh.daemons.router.http.bodies.json_shape import bound_of_values, shape_of
 from radixmesh.daemons.router.http.bodies.parser_pool import ParserPool
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
-from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
-from radixmesh.daemons.router.http.endpoints.prompts import MAX_TEXT_BYTES, ids_of
-from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.http.request_types.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.request_types.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.request_types.native_request import NativeRequest
+from radixmesh.daemons.router.http.request_types.prompts import MAX_TEXT_BYTES, ids_of
+from radixmesh.daemons.router.http.request_types.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.translated.anthropic_request import MessagesRequest
 from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
@@ -96,7 +96,7 @@ def test_structure_is_counted_exactly_outside_of_strings() -> None:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50), st.sampled_from([None, 1]))
 def test_ids_decode_a_slice_at_a_time_to_the_same(ids: list[int], indent: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("radixmesh.daemons.router.http.endpoints.prompts._SLICE_BYTES", 64)
+        patch.setattr("radixmesh.daemons.router.http.request_types.prompts._SLICE_BYTES", 64)
         assert ids_of(json.dumps(ids, indent=indent).encode(), "prompt").tolist() == ids
 
 

@@ -7,9 +7,9 @@ from typing import cast
 
 from support.router_requests import change, new_request
 
-from radixmesh.daemons.router.peers.link_health import LinkHealth
-from radixmesh.daemons.router.peers.link_table import LinkTable
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.schedulers.link_table import LinkTable
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.replicas import Replicas
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from radixmesh.daemons.router.peers.link_health import LinkHealth
-from radixmesh.daemons.router.peers.link_placement import LinkPlacement
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy
@@ -147,7 +147,7 @@ def test_a_prefix_in_host_memory_costs_its_load() -> None:
     assert placement.matched_tokens(request, cheap) == 608
     for row in (dear, cheap, half, near):
         placement.remove(row)
-    assert not len(placement._index) and not len(placement._host_index)
+    assert not len(placement.index) and not len(placement.host_index)
 
 
 def test_a_cost_that_is_none_is_not_believed() -> None:

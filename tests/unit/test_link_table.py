@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.router_requests import change, new_request
 
-from radixmesh.daemons.router.peers.link_health import LinkHealth
-from radixmesh.daemons.router.peers.link_table import LinkTable
+from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.schedulers.link_table import LinkTable
 from radixmesh.daemons.router.placement.replicas import Replicas
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output
@@ -137,4 +137,4 @@ def test_models_that_clients_make_up_take_bounded_memory() -> None:
     table = LinkTable(Replicas(), Clock())
     for made_up in range(1000):
         assert not len(table.able(output_of(f"made-up-{made_up}", 8)))
-    assert len(table._serving) <= 64
+    assert len(table.serving) <= 64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.router_requests import change, new_request
 
-from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError

@@ -9,7 +9,7 @@ from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
+from radixmesh.daemons.scheduler.planning.admission.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES

@@ -7,7 +7,7 @@ from unit.test_dp_ranks import DpWorld
 from unit.test_ep_planning import ep_world
 
 from radixmesh.daemons.runtime.steps.step import DispatchMode
-from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DispatchChoice
 
 NUM_RANKS = 3
 MAX_STEPS = 4

@@ -24,7 +24,7 @@ from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_results import merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.group.shared_experts import latest_placement
-from radixmesh.daemons.worker.build import build_of_worker
+from radixmesh.daemons.worker.ranks.build import build_of_worker
 from radixmesh.worker.v1 import worker_pb2
 
 ERROR = MeshError(common_pb2.ERROR_REASON_INTERNAL, "the adapter of this slot is broken")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.router_requests import change, new_request
 
-from radixmesh.daemons.router.peers import remote_prefills
-from radixmesh.daemons.router.peers.remote_prefills import RemotePrefills
-from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
-from radixmesh.daemons.router.peers.submit import prefill_of
+from radixmesh.daemons.router.peers.schedulers import remote_prefills
+from radixmesh.daemons.router.peers.schedulers.remote_prefills import RemotePrefills
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.submit import prefill_of
 from radixmesh.daemons.router.placement.move_costs import MoveWay
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState

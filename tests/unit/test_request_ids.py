@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from radixmesh.daemons.router.http.endpoints.options import RequestId
+from radixmesh.daemons.router.http.request_types.options import RequestId
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.request_ids import MAX_REQUEST_ID_LEN, check_request_id
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from radixmesh.daemons.router.requests.resolver import MAX_N, MAX_NAME_BYTES
-from radixmesh.daemons.router.requests.resume import MAX_RESUMPTION, check_resume, rebuild
+from radixmesh.daemons.router.requests.intake.resolver import MAX_N, MAX_NAME_BYTES
+from radixmesh.daemons.router.requests.intake.resume import MAX_RESUMPTION, check_resume, rebuild
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError

@@ -10,7 +10,7 @@ from support.router_requests import change, new_request
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.frames import read_opens
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
-from radixmesh.daemons.router.peers.serve_frames import ServeFrames
+from radixmesh.daemons.router.peers.schedulers.serve_frames import ServeFrames
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, Request
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer

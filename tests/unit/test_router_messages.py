@@ -6,8 +6,8 @@ from google.protobuf.message import Message
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.messages import identity_from_proto, identity_to_proto, resolved_to_proto
-from radixmesh.daemons.router.requests.resolver import check_request, resolve
-from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.intake.resolver import check_request, resolve
+from radixmesh.daemons.router.requests.intake.resume import check_resume, rebuild
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.router.v1 import router_pb2
 

@@ -18,16 +18,16 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.fair_semaphore import FairSemaphore
-from radixmesh.daemons.runtime.rpc.health import HealthService
-from radixmesh.daemons.runtime.rpc.progress import Progress
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.gates.fair_semaphore import FairSemaphore
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.sampling import MAX_STOP_BYTES, check_stops
 from radixmesh.daemons.runtime.steps.step import Grant, Grants, StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import admit_bytes, plan_to_proto
-from radixmesh.daemons.worker.epochs import EpochLedger
-from radixmesh.daemons.worker.group_formation import GroupFormation
-from radixmesh.daemons.worker.session import ExecuteSession
+from radixmesh.daemons.worker.ranks.group_formation import GroupFormation
+from radixmesh.daemons.worker.stream.epochs import EpochLedger
+from radixmesh.daemons.worker.stream.session import ExecuteSession
 from radixmesh.worker.v1 import worker_pb2
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.progress import Progress, State
+from radixmesh.daemons.runtime.rpc.health.progress import Progress, State
 
 
 class Clock:

@@ -11,9 +11,9 @@ from support.sampling_fields import ALL, CHANGED, LOGPROBS, changed
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.bodies.body import read_object
-from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest, NativeSampling
-from radixmesh.daemons.router.http.endpoints.options import TokenOptions
+from radixmesh.daemons.router.http.request_types.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.request_types.native_request import NativeRequest, NativeSampling
+from radixmesh.daemons.router.http.request_types.options import TokenOptions
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling, sampling_from_proto, sampling_to_proto
 from radixmesh.daemons.worker.runner import SampleInput

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
-from radixmesh.daemons.router.peers.serve_checks import ServeChecks
-from radixmesh.daemons.router.peers.serve_rows import ServeRows
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.serve_checks import ServeChecks
+from radixmesh.daemons.router.peers.schedulers.serve_rows import ServeRows
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack

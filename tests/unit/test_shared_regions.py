@@ -9,9 +9,9 @@ import resource
 
 import pytest
 
-from radixmesh.daemons.worker.kv_transfer import shared_memory
 from radixmesh.daemons.worker.kv_transfer.receiver import TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.staging import StagingPool
+from radixmesh.daemons.worker.kv_transfer.transports import shared_memory
 from radixmesh.worker.v1 import worker_pb2
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux alone has memfd")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.scheduler.planning.token_time import TokenTime
+from radixmesh.daemons.scheduler.planning.timing.token_time import TokenTime
 
 
 @pytest.mark.parametrize("token_us", [9.0, 200.0])

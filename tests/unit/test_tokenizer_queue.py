@@ -11,7 +11,7 @@ import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.tokenizer.work_queue import HEAVY_STEP_BYTES, WorkQueue, in_one_step
 
 

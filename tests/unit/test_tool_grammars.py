@@ -12,9 +12,9 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.formats import CALL_FORMATS, ChatFormat
 from radixmesh.daemons.router.chat.parts import ChatMessage, Tool, ToolMode, ToolUse, read_whole
 from radixmesh.daemons.router.chat.tool_grammar import is_unguided, tool_grammar
-from radixmesh.daemons.router.http.endpoints.constraints import grammar_of
-from radixmesh.daemons.router.http.endpoints.tool_fields import pack_use, read_tools, unpack_use
-from radixmesh.daemons.router.requests.grammars import settle_thought
+from radixmesh.daemons.router.http.request_types.constraints import grammar_of
+from radixmesh.daemons.router.http.request_types.tool_fields import pack_use, read_tools, unpack_use
+from radixmesh.daemons.router.requests.intake.grammars import settle_thought
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary
 from radixmesh.daemons.runtime.guided.source import GrammarSource, grammar_source

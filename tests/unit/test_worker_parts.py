@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
 from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
@@ -25,7 +24,8 @@ from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
-from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.stream.epochs import EpochLedger
+from radixmesh.daemons.worker.stream.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
 
 

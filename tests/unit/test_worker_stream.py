@@ -11,9 +11,9 @@ import pytest
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.channel import open_channel
-from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.group_service import GrpcRank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
-from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 

@@ -12,7 +12,7 @@ from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.bodies.body import BodyReader
 from radixmesh.daemons.router.http.translated.response_store import ResponseStore
 from radixmesh.daemons.router.router import Router
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 

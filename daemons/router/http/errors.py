@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from radixmesh.daemons.router.http.endpoints.client_names import as_sent
+from radixmesh.daemons.router.http.request_types.client_names import as_sent
 from radixmesh.daemons.runtime.errors import MeshError
 
 JsonValue = object

@@ -24,7 +24,7 @@ from radixmesh.daemons.router.http.server.trace_header import TraceHeader
 from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
 from radixmesh.daemons.router.http.translated.response_store import ResponseStore
 from radixmesh.daemons.router.peers.grpc_peers import flush_cache
-from radixmesh.daemons.router.requests.sessions import SessionHeader
+from radixmesh.daemons.router.requests.intake.sessions import SessionHeader
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.lifecycle import Runtime

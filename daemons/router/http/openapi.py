@@ -15,13 +15,13 @@ from starlette.responses import Response
 import radixmesh
 from radixmesh.daemons.router.http.bodies.body import Body
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRequest, EmbeddingRequest
-from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
-from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
-from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.raw_fields import schema_of_raw
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.http.request_types.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.request_types.embedding_request import ClassifyRequest, EmbeddingRequest
+from radixmesh.daemons.router.http.request_types.native_request import NativeRequest
+from radixmesh.daemons.router.http.request_types.score_requests import RerankRequest, ScoreRequest
+from radixmesh.daemons.router.http.request_types.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
 from radixmesh.daemons.router.http.translated.ollama_request import (
     OllamaChatRequest,

@@ -12,8 +12,8 @@ from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.router.requests.journal import Output, Request
 
 if TYPE_CHECKING:
-    from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
-    from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+    from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+    from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 
 
 class QueueTurns:

@@ -23,17 +23,17 @@ from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.tracing import NoSpan, Span
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.peers.detokenizer_link import Entry
-    from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+    from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
     from radixmesh.daemons.router.requests.delivery import Delivery
-    from radixmesh.daemons.router.requests.grammars import CompiledGrammar
+    from radixmesh.daemons.router.requests.intake.grammars import CompiledGrammar
 
 # Cost of objects, tasks and buffers beside the arrays, in bytes; measured with 10,000 queued requests.
 REQUEST_BYTES = 30_000
@@ -103,6 +103,8 @@ class Output:
     backoff_until: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
     num_moves: int = 0
+    num_barren_moves: int = 0
+    """Of these the latest ones, between which no token came."""
     transfer_id: str = ""
     """Of the KV of its prompt that comes to its scheduler from a prefill elsewhere; empty = none does."""
     # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
-from radixmesh.daemons.router.peers.remote_prompt import RemotePrompt
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
-from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.requests.deadlines import Deadlines
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.request_times import RequestTimes

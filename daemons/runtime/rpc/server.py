@@ -14,11 +14,11 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.addresses import UNIX_PREFIX, parse_address
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.auth_interceptor import AuthInterceptor
-from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamGate, StreamLimits
+from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryGate, UnaryLimits
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.rpc_errors import ErrorInterceptor
-from radixmesh.daemons.runtime.rpc.stream_gate import StreamGate, StreamLimits
 from radixmesh.daemons.runtime.rpc.trace_interceptor import TraceInterceptor
-from radixmesh.daemons.runtime.rpc.unary_gate import UnaryGate, UnaryLimits
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 from radixmesh.daemons.runtime.security.tls_credentials import server_credentials
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles

@@ -13,9 +13,9 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.pages.slot_pages import SlotPages
+from radixmesh.daemons.scheduler.planning.admission.rank_placement import RecentPrefixes
 from radixmesh.daemons.scheduler.planning.decode_set import DecodeSet
-from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
-from radixmesh.daemons.scheduler.planning.rank_placement import RecentPrefixes
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DispatchChoice
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence

@@ -19,20 +19,20 @@ from radixmesh.daemons.scheduler.cache.feed import CacheFeed
 from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
+from radixmesh.daemons.scheduler.planning.admission.decode_reserve import DecodeReserve
+from radixmesh.daemons.scheduler.planning.admission.grammar_gate import GrammarGate
+from radixmesh.daemons.scheduler.planning.admission.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check_pages
 from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
-from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.planning.expert_balancer import ExpertBalancer, barrier_plan
+from radixmesh.daemons.scheduler.planning.experts.expert_balancer import ExpertBalancer, barrier_plan
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
-from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
 from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, most_tokens_of_a_rank, plan_of
 from radixmesh.daemons.scheduler.planning.preemption import Preemption
-from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
-from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
-from radixmesh.daemons.scheduler.planning.token_time import TokenTime
+from radixmesh.daemons.scheduler.planning.timing.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.planning.timing.token_time import TokenTime
 from radixmesh.daemons.scheduler.queue.deadlines import Deadlines, deadline_error
 from radixmesh.daemons.scheduler.queue.intake import Intake, aborted_error
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from radixmesh.daemons.scheduler.planning.admission.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, sub_queue_key

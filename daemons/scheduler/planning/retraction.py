@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
+from radixmesh.daemons.scheduler.planning.admission.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
-from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import outgrown

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from radixmesh.daemons.scheduler.cache.prefix_cache import EVICTING_CACHES
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
-from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
-from radixmesh.daemons.scheduler.planning.expert_balancer import BalanceSettings
-from radixmesh.daemons.scheduler.planning.prefill import PrefillLimits
+from radixmesh.daemons.scheduler.planning.admission.prefill import PrefillLimits
+from radixmesh.daemons.scheduler.planning.experts.dispatch import DispatchChoice
+from radixmesh.daemons.scheduler.planning.experts.expert_balancer import BalanceSettings
 from radixmesh.daemons.scheduler.queue.policies import QueueSettings
 from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings
 

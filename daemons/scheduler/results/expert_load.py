@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from radixmesh.daemons.scheduler.planning.expert_placement import balancedness
+from radixmesh.daemons.scheduler.planning.experts.expert_placement import balancedness
 
 # A step's weight halves about every 70 steps.
 _DECAY = 0.99

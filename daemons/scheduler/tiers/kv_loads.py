@@ -20,7 +20,7 @@ from radixmesh.daemons.runtime.steps.step import PageMove
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, Probe
 from radixmesh.daemons.scheduler.cache.radix_tree import num_equal
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
-from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.planning.timing.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 

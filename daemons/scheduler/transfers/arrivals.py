@@ -21,8 +21,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
 from radixmesh.daemons.scheduler.pages.integrity import quarantine
+from radixmesh.daemons.scheduler.planning.admission.rank_placement import arrival_ranks
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
-from radixmesh.daemons.scheduler.planning.rank_placement import arrival_ranks
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart
@@ -95,6 +95,10 @@ class KvArrivals:
         self._failed: list[Arrival] = []
         self._now = 0.0
         self.num_arrived = self.num_failed = self.num_tokens = 0
+
+    def __contains__(self, transfer_id: str) -> bool:
+        """True until the transfer is over and taken."""
+        return transfer_id in self._arrivals
 
     def __len__(self) -> int:
         return len(self._arrivals)

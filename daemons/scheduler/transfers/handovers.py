@@ -74,7 +74,7 @@ class KvHandovers:
         self._finish = finish
         self._chunk_tokens = -(-chunk_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
         self._running: list[Sequence] = []
-        self._sending: dict[Sequence, _Sending] = {}
+        self.sending: dict[Sequence, _Sending] = {}
         """Of requests from their admission until they are over."""
         self._held: dict[Handover, _Held | None] = {}
         """Kept while a last chunk is gathered; None: the slot has it yet."""
@@ -85,7 +85,7 @@ class KvHandovers:
     def begin_epoch(self) -> None:
         """Requests in slots wait again; locks of the epoch before are void."""
         self._running.clear()
-        self._sending.clear()
+        self.sending.clear()
         self._held.clear()
         self._wanted.clear()
         self._given_up.clear()
@@ -118,7 +118,7 @@ class KvHandovers:
 
     def pass_time(self) -> None:
         """Ends what was begun for requests that are over. Call before each plan."""
-        for sequence in [s for s in self._sending if s.lifecycle is Lifecycle.FINISHED]:
+        for sequence in [s for s in self.sending if s.lifecycle is Lifecycle.FINISHED]:
             self._give_up(sequence)
 
     def take_wanted(self) -> list[Handover]:
@@ -144,10 +144,10 @@ class KvHandovers:
         target, table, slot = sequence.submission.send_kv_to, state.table, sequence.slot
         assert target is not None
         planned = table.planned_len.item(slot)
-        sending = self._sending.get(sequence)
+        sending = self.sending.get(sequence)
         if sending is None:
             is_meant = _is_meant(target, sequence)
-            sending = self._sending[sequence] = _Sending(target.first_token, table.computed_len.item(slot), is_meant)
+            sending = self.sending[sequence] = _Sending(target.first_token, table.computed_len.item(slot), is_meant)
         num_in_step, sending.planned = planned - sending.planned, planned
         start = sending.sent
         if not sending.is_meant or start == target.end:
@@ -179,12 +179,12 @@ class KvHandovers:
         self.num_chunks += 1
 
     def _give_up(self, sequence: Sequence) -> None:
-        sending = self._sending.pop(sequence, None)
+        sending = self.sending.pop(sequence, None)
         if sending is not None and sending.is_begun and sequence.submission.send_kv_to is not None:
             self._given_up.append(sequence.submission.send_kv_to)
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
-        sending, pages = self._sending.get(sequence), state.pages_of(sequence.slot)
+        sending, pages = self.sending.get(sequence), state.pages_of(sequence.slot)
         last = None if sending is None else sending.last
         namespace = pages.namespace_of(sequence)
         leased = pages.lend(sequence) if last in self._held else None
@@ -195,7 +195,7 @@ class KvHandovers:
             log.warning("kv_not_handed_over", transfer="" if target is None else target.transfer_id)
             self._give_up(sequence)
             return
-        del self._sending[sequence]
+        del self.sending[sequence]
         self.num_started += 1
         if leased is not None:
             # Behind the end of the request its full pages are the cache's.

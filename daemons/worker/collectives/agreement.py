@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 
 
 def agree_on_steps(ranks: RankGroup, facts: object, flags: str) -> None:

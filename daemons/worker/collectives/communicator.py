@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

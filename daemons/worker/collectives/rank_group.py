@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from radixmesh.daemons.worker.collectives.communicator import Communicator
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 
 
 class RankGroup:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
-    from radixmesh.daemons.worker.group import Group
+    from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
+    from radixmesh.daemons.worker.ranks.group import Group
     from radixmesh.daemons.worker.runner import ModelRunner
 
 

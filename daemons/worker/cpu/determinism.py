@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.group import Group
-from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.models.model import RowProbe
+from radixmesh.daemons.worker.ranks.group import Group
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles, agreeing_sizes, sizes_agree
 
 _log = get_logger(__name__)

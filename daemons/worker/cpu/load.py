@@ -24,9 +24,8 @@ from radixmesh.daemons.worker.cpu.determinism import verified_tiles
 from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
-from radixmesh.daemons.worker.expert_moves import ExpertMoves
-from radixmesh.daemons.worker.group import Group, LocalGroup
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
+from radixmesh.daemons.worker.experts.expert_moves import ExpertMoves
 from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages, latents_in_fp8
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.encoder.config import read_encoder_config
@@ -36,6 +35,7 @@ from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.models.sharding import Share
 from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
+from radixmesh.daemons.worker.ranks.group import Group, LocalGroup
 from radixmesh.daemons.worker.tiles import RowTiles
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 

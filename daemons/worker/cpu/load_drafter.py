@@ -21,10 +21,10 @@ from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 from radixmesh.daemons.worker.cpu.load import load_model
 from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter, scratch_tokens
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 from radixmesh.daemons.worker.speculation.models.draft_model import DraftModel
 from radixmesh.daemons.worker.speculation.models.eagle3 import Eagle3Model, TargetSizes, build_eagle3
 from radixmesh.daemons.worker.speculation.models.mtp import mtp_of

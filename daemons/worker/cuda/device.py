@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import mmap
+import os
 import threading
 import time
 import weakref
@@ -14,13 +17,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 _SPARE_EVENTS = 64
+
+
+def shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Zeroed memory without a name, which is gone when the last process that maps it is; and its descriptor."""
+    descriptor = os.memfd_create("radixmesh-masks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    return mmap.mmap(descriptor, num_bytes), descriptor
 
 
 class TimedEvent(DeviceEvent):
@@ -80,6 +92,11 @@ class Device(ABC):
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
         """The same, of memory that the host reads as fast as any other. field: the setting that is to be smaller where
         it cannot be had (INVALID_ARGUMENT)."""
+
+    @abstractmethod
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        """As locked_ints(), of memory that other processes may map; and the descriptor to hand to them, which is open
+        as long as the tensor is there."""
 
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -152,6 +169,11 @@ class HostDevice(Device):
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
         return self.host_ints(*shape)
 
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        num = math.prod(shape)
+        memory, descriptor = shared_memory(4 * num)
+        return _closing(torch.from_numpy(np.frombuffer(memory, np.int32, num).reshape(shape)), descriptor)
+
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise AssertionError("the host captures nothing")
 
@@ -209,10 +231,17 @@ class CudaDevice(Device):
     """One GPU; work goes to one stream. Graphs share one memory pool: one runs at a time."""
 
     _current = _Current()
+    _is_first = True
 
     can_capture = True
 
     def __init__(self, index: int = 0) -> None:
+        # Ahead of all kernels: several threads of a worker launch them.
+        load_launchers_apart()
+        if not CudaDevice._is_first:
+            # Memory and graphs of an earlier runner of the process, before this one sizes its own. A worker has none.
+            gc.collect()
+        CudaDevice._is_first = False
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -272,15 +301,22 @@ class CudaDevice(Device):
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
-        memory = LockedMemory(math.prod(shape), self.torch_device, field=field)
-        ints = memory.words.view(shape)
-        # Locked as long as the tensor is there.
-        weakref.finalize(ints, lambda _: None, memory).atexit = False
-        return ints
+        return _locked_as(shape, LockedMemory(math.prod(shape), self.torch_device, field=field))
+
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        num = math.prod(shape)
+        memory, descriptor = shared_memory(4 * num)
+        rows = np.frombuffer(memory, np.uint8, 4 * num)
+        return _closing(_locked_as(shape, LockedMemory(num, self.torch_device, rows, field=field)), descriptor)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may allocate memory, lock it or give it back meanwhile, for KV transfers: that ends no capture.
+        mode = "thread_local"
+        with (
+            without_collections(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             result = work()
 
         def replay() -> torch.Tensor:
@@ -307,6 +343,31 @@ class CudaDevice(Device):
             torch.cuda.set_device(self.torch_device)
             torch.cuda.set_stream(self._stream)
             self._current.device = self
+
+
+def _closing(ints: torch.Tensor, descriptor: int) -> tuple[torch.Tensor, int]:
+    weakref.finalize(ints, os.close, descriptor).atexit = False
+    return ints, descriptor
+
+
+def _locked_as(shape: tuple[int, ...], memory: LockedMemory) -> torch.Tensor:
+    ints = memory.words.view(shape)
+    # Locked as long as the tensor is there.
+    weakref.finalize(ints, lambda _: None, memory).atexit = False
+    return ints
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """The garbage collector rests meanwhile. What it frees may be graphs or page-locked memory, and a capture of the
+    thread on which it runs would be invalidated by that."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class DeviceClock:

@@ -23,8 +23,8 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.cuda.page_copies import KernelCopies, PageCopies, best_of, driver_call, ways_for
-from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_pool import HostPool, host_pages_in
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 _log = get_logger(__name__)
@@ -65,7 +65,7 @@ class CudaHostPool(HostPool):
         self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows, page_words)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
-        self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self.load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
         # Kernels are compiled, where they copy: no step waits for that.
@@ -116,7 +116,7 @@ class CudaHostPool(HostPool):
         self._saves.append(self._copy(stream, device_pages, host_pages, to_host=True))
 
     def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> CudaEvent:
-        stream = self._load_stream
+        stream = self.load_stream
         if isinstance(behind, CudaEvent):
             behind.hold(stream)
         elif behind is not DONE:
@@ -148,7 +148,7 @@ class CudaHostPool(HostPool):
 
     def wait(self) -> None:
         self._save_stream.synchronize()
-        self._load_stream.synchronize()
+        self.load_stream.synchronize()
         self._saves.clear()
         self._loads.clear()
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,16 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+
+_log = get_logger(__name__)
 
 # Of one registration at most, the largest page of memory, and threads that register at a time.
 _LOCKED_WORDS, _HUGE_WORDS = 1 << 28, 1 << 19
 _LOCKING_THREADS = 8
 _PAGE_WORDS = 1024
+# Results of cudaHostUnregister: success, and cudaErrorHostMemoryNotRegistered.
+_UNREGISTERED = (0, 713)
 
 
 class LockedMemory:
@@ -44,6 +51,7 @@ class LockedMemory:
         field: str = "host_kv_bytes",
     ) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        _unlock_refused()
         locked: list[int] = []
         unit = math.lcm(page_words, _HUGE_WORDS)
         self.part_words = _LOCKED_WORDS - _LOCKED_WORDS % unit or _LOCKED_WORDS
@@ -68,7 +76,8 @@ class LockedMemory:
             with ThreadPoolExecutor(_LOCKING_THREADS) as pool:
                 list(pool.map(lock, range(0, num, self.part_words)))
         except (MemoryError, OSError, RuntimeError) as error:
-            _unlock(locked, None)
+            if locked:
+                _unlock(locked, self.words)
             flag = "--" + field.replace("_", "-")
             message = f"{4 * num} bytes of page-locked memory cannot be had ({error}): set a smaller {flag}"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field}) from error
@@ -76,8 +85,38 @@ class LockedMemory:
         weakref.finalize(self, _unlock, locked, self.words).atexit = False
 
 
-def _unlock(addresses: list[int], words: torch.Tensor | None) -> None:
-    """words: stay mapped until then."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for address in addresses:
-        runtime.cudaHostUnregister(address)
+class _Refused(NamedTuple):
+    """Memory that is still registered. words: keep its addresses from being given to anyone else."""
+
+    addresses: list[int]
+    words: torch.Tensor
+
+
+# Of the process, as registrations are. Finalizers run on any thread, and ahead of each other.
+_refused: deque[_Refused] = deque()
+
+
+def _unlock(addresses: list[int], words: torch.Tensor) -> None:
+    """Gives `words` back to the allocator if the driver lets go of them, else keeps them and tries again when memory is
+    locked or unlocked the next time."""
+    if addresses:
+        _refused.append(_Refused(addresses, words))
+        _unlock_refused()
+
+
+def _unlock_refused() -> None:
+    for _ in range(len(_refused)):
+        try:
+            addresses, words = _refused.popleft()
+        except IndexError:
+            return  # Another thread is at it.
+        left = list(addresses)
+        try:
+            # Within a capture it would be refused, and the capture be over.
+            if not torch.cuda.is_current_stream_capturing():
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                left = [at for at in addresses if int(runtime.cudaHostUnregister(at)) not in _UNREGISTERED]
+        finally:
+            if left:
+                _refused.append(_Refused(left, words))
+                _log.warning("memory_stays_locked", parts=len(left))

@@ -11,7 +11,7 @@ import torch
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
-from radixmesh.daemons.worker.expert_dispatch import ExpertShare
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.sharding import Share
 

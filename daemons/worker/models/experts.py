@@ -18,7 +18,7 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertShare
+from radixmesh.daemons.worker.experts.expert_dispatch import Dispatched, ExpertShare
 from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.row_maths import linear, silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors

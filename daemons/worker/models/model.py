@@ -13,10 +13,10 @@ from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, BatchAttention
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
-from radixmesh.daemons.worker.group import Group
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.sharding import Share
+from radixmesh.daemons.worker.ranks.group import Group
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
 
 if TYPE_CHECKING:

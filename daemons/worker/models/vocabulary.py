@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.sharding import share_of
+from radixmesh.daemons.worker.ranks.group import Group
 
 
 class ShardedVocabulary:

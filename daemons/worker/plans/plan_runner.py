@@ -13,12 +13,12 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refusal_to_proto, result_to_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
-from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.slots.slot_traces import SlotTraces, TracedChunk
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 from radixmesh.daemons.worker.step_handle import StepHandle
-from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 # Of a few hundred bytes at most: well below the largest message.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.worker.v1 import worker_pb2

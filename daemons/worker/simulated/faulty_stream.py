@@ -6,8 +6,8 @@ import asyncio
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
+from radixmesh.daemons.worker.stream.result_stream import ResultStream, Send
 from radixmesh.worker.v1 import worker_pb2
 
 

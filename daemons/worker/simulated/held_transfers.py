@@ -13,11 +13,11 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
-from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.service import WorkerService
 from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.daemons.worker.step_handle import DeviceEvent
+from radixmesh.daemons.worker.stream.result_stream import ResultStream, Send
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.host_pool import HostPool, host_pages_in
+from radixmesh.daemons.worker.host_memory.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.simulated.clock import RealClock, StepClock
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 

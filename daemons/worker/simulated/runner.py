@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
-from radixmesh.daemons.worker.host_segment import HostSegment
+from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.simulated.clock import StepClock
 from radixmesh.daemons.worker.simulated.host_pool import SimulatedHostPool

@@ -23,8 +23,8 @@ from radixmesh.cli.bench.replay.virtual_group import Pending, VirtualGroup
 from radixmesh.cli.bench.workloads import IntArray, Turn, make_workload
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission

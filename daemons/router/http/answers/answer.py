@@ -9,7 +9,7 @@ from starlette.requests import Request
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, collect
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.endpoints.constraints import named_by
+from radixmesh.daemons.router.http.request_types.constraints import named_by
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.router.v1 import router_pb2
 

@@ -13,7 +13,7 @@ from radixmesh.daemons.router.chat.tool_grammar import CallTags, check_size, is_
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, TokenTables
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints

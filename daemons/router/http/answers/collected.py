@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Logprobs, Update
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 

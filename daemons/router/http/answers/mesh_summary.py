@@ -9,7 +9,7 @@ from prometheus_client import Counter
 
 import radixmesh
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 from radixmesh.daemons.router.requests.journal import Output, OutputState, Request
 from radixmesh.daemons.router.router import Router

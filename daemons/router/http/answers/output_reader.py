@@ -6,7 +6,7 @@ from radixmesh.daemons.router.chat.parts import ChatPart
 from radixmesh.daemons.router.chat.reasoning_tokens import ReasoningTokens
 from radixmesh.daemons.router.chat.text_reader import TextReader
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Delta
 from radixmesh.daemons.runtime.arrays import unpack_ints
 

@@ -14,11 +14,11 @@ from radixmesh.daemons.router.http.answers.request_group import GroupMessage, Re
 from radixmesh.daemons.router.http.bodies.body import ClientGone
 from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.endpoints.constraints import named_by
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.request_types.constraints import named_by
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.daemons.router.http.server.connection import CONNECTION_EXTENSION, ConnectionHandle
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from radixmesh.daemons.router.http.bodies.json_text import dump
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints

@@ -22,8 +22,8 @@ from radixmesh.daemons.router.http.answers.tokens import TokenTable, prompt_ids_
 from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
-from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.http.request_types.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.request_types.prompts import name_requests
 from radixmesh.router.v1 import router_pb2
 
 

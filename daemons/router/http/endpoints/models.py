@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.peers.served_models import ServedModel
+from radixmesh.daemons.router.peers.schedulers.served_models import ServedModel
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 

@@ -15,9 +15,9 @@ from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, 
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, stop_reason
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
-from radixmesh.daemons.router.http.endpoints.prompts import name_requests
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.http.request_types.native_request import NativeRequest
+from radixmesh.daemons.router.http.request_types.prompts import name_requests
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2

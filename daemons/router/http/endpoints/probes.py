@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.runtime.rpc.progress import State
+from radixmesh.daemons.runtime.rpc.health.progress import State
 
 
 class HealthEndpoint:

@@ -17,9 +17,9 @@ from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest
 from radixmesh.daemons.router.http.bodies.field_decoders import too_large
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRequest
-from radixmesh.daemons.router.http.endpoints.prompts import MAX_PROMPTS, MAX_SHARED_BYTES, name_requests
-from radixmesh.daemons.router.http.endpoints.score_requests import PairRequest, RerankRequest, ScoreRequest
+from radixmesh.daemons.router.http.request_types.embedding_request import ClassifyRequest
+from radixmesh.daemons.router.http.request_types.prompts import MAX_PROMPTS, MAX_SHARED_BYTES, name_requests
+from radixmesh.daemons.router.http.request_types.score_requests import PairRequest, RerankRequest, ScoreRequest
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 

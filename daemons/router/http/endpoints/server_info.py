@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 import radixmesh
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.messages import identity_to_proto
-from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
-from radixmesh.daemons.router.peers.served_models import ServedModel
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.served_models import ServedModel
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
-from radixmesh.daemons.runtime.rpc.progress import State
+from radixmesh.daemons.runtime.rpc.health.progress import State
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 _GROUPS = {number: name.removeprefix("GROUP_STATE_").lower() for name, number in scheduler_pb2.GroupState.items()}

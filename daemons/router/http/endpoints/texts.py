@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from radixmesh.daemons.router.http.bodies.sliced_json import ids_answer, texts_answer
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.request_types.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError

@@ -26,7 +26,7 @@ from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
 from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_message
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason

@@ -32,7 +32,7 @@ from radixmesh.daemons.router.http.translated.ollama_request import (
     model_name,
 )
 from radixmesh.daemons.router.http.translated.part_reader import PLAIN_PLAN, PartReader, arguments_of, whole_message
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason

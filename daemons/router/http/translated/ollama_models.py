@@ -12,7 +12,7 @@ import radixmesh
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.translated.ollama_answer import unknown_model
 from radixmesh.daemons.router.http.translated.ollama_request import OllamaShowRequest, model_name
-from radixmesh.daemons.router.peers.served_models import ServedModel
+from radixmesh.daemons.router.peers.schedulers.served_models import ServedModel
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 JsonObject = Mapping[str, object]

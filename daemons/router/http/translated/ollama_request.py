@@ -13,11 +13,11 @@ from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_objec
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, text_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.http.endpoints.client_names import names_of
-from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.options import Int32, Name, named_as_sent
-from radixmesh.daemons.router.http.endpoints.tool_fields import unpack_use
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.http.request_types.client_names import names_of
+from radixmesh.daemons.router.http.request_types.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.request_types.options import Int32, Name, named_as_sent
+from radixmesh.daemons.router.http.request_types.tool_fields import unpack_use
 from radixmesh.daemons.router.http.translated.chat_fields import FieldReader, JsonObject, packed
 from radixmesh.router.v1 import router_pb2
 

@@ -12,7 +12,7 @@ from radixmesh.daemons.router.chat.parts import ChatMessage, ChatPart, ToolUse, 
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, raise_failure
 from radixmesh.daemons.router.http.answers.output_reader import OutputReader
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 
 PLAIN_PLAN = ChatPlan(format=ChatFormat.of("none", "none", ""), use=ToolUse())

@@ -17,13 +17,13 @@ from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.endpoints.chat_input import MAX_MESSAGES
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.request_types.chat_input import MAX_MESSAGES
 from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_output
 from radixmesh.daemons.router.http.translated.response_store import StoredResponse
 from radixmesh.daemons.router.http.translated.responses_items import JsonObject, OutputItems
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
-from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason

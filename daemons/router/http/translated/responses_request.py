@@ -12,9 +12,9 @@ from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, text_of
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
-from radixmesh.daemons.router.http.endpoints.client_names import names_of
-from radixmesh.daemons.router.http.endpoints.options import (
+from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
+from radixmesh.daemons.router.http.request_types.client_names import names_of
+from radixmesh.daemons.router.http.request_types.options import (
     Int32,
     Milliseconds,
     Name,
@@ -22,7 +22,7 @@ from radixmesh.daemons.router.http.endpoints.options import (
     Uint32,
     named_as_sent,
 )
-from radixmesh.daemons.router.http.endpoints.tool_fields import unpack_use
+from radixmesh.daemons.router.http.request_types.tool_fields import unpack_use
 from radixmesh.daemons.router.http.translated.chat_fields import (
     FieldReader,
     JsonObject,

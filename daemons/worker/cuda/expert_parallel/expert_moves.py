@@ -16,7 +16,13 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
-from radixmesh.daemons.worker.expert_moves import MAX_SLICE_BYTES, REPORT_FORWARDS, ExpertMoves, ReadExperts, Wanted
+from radixmesh.daemons.worker.experts.expert_moves import (
+    MAX_SLICE_BYTES,
+    REPORT_FORWARDS,
+    ExpertMoves,
+    ReadExperts,
+    Wanted,
+)
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 

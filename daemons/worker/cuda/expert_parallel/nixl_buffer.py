@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferShape
 from radixmesh.daemons.worker.cuda.expert_parallel.library_buffer import LibraryBuffer
-from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.daemons.worker.ranks.group_member import RankLost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -63,22 +63,22 @@ class NixlBuffer(LibraryBuffer):
         """Its kernels were compiled for ids of this one."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
-            self._buffer = module.Buffer(
+            self.buffer = module.Buffer(
                 rank=ranks.rank,
                 explicitly_destroy=True,
                 low_latency_mode=True,
                 tcp_store_group=_store(ranks),
                 timeout_ms=_TIMEOUT_MS,
             )
-            self._buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, nixl_bytes(module, shape))
-            self._buffer.connect_ranks([rank for rank in range(shape.num_ranks) if rank != ranks.rank])
+            self.buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, nixl_bytes(module, shape))
+            self.buffer.connect_ranks([rank for rank in range(shape.num_ranks) if rank != ranks.rank])
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet through NIXL: {str(error).splitlines()[0][:300]}") from error
         # Nobody sends before all are connected.
         ranks.stack(torch.zeros(1))
 
     def masked(self) -> torch.Tensor | None:
-        self._buffer.query_mask_buffer(self._mask_N)
+        self.buffer.query_mask_buffer(self._mask_N)
         return self._mask_N
 
 

@@ -15,8 +15,8 @@ from radixmesh.daemons.worker.checkpoint.quantization import Fp8Form
 from radixmesh.daemons.worker.cuda.fp8.expert_weights import ExpertMaker, ExpertMatrices, PlainExpertWeights
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix, MatrixMaker
 from radixmesh.daemons.worker.cuda.weights.source import FolderSource, WeightSource
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, ExpertShare
-from radixmesh.daemons.worker.expert_moves import Wanted
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, ExpertShare
+from radixmesh.daemons.worker.experts.expert_moves import Wanted
 from radixmesh.daemons.worker.models.deepseek.checkpoint import layer_prefix
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, MlpWeights

@@ -14,7 +14,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.fp8.weights import quantize_in_parts
 from radixmesh.daemons.worker.cuda.weights.source import StoredWeight, WeightSource
-from radixmesh.daemons.worker.expert_dispatch import ExpertShare
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertShare
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
 from radixmesh.daemons.worker.cuda.ranks.reduced_linear import ReducedLinear
-from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
-from radixmesh.daemons.worker.expert_moves import ReadExperts
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
+from radixmesh.daemons.worker.experts.expert_moves import ReadExperts
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary

@@ -22,7 +22,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.group_member import RankLost
+from radixmesh.daemons.worker.ranks.group_member import RankLost
 
 _log = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_dec
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
-from radixmesh.daemons.worker.expert_moves import ReadExperts, Wanted
+from radixmesh.daemons.worker.experts.expert_moves import ReadExperts, Wanted
 from radixmesh.daemons.worker.models.decoder.config import RouterKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
-from radixmesh.daemons.worker.expert_dispatch import ExpertShare
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, HeadNorm
 from radixmesh.daemons.worker.models.expert_checkpoint import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
-from radixmesh.daemons.worker.expert_dispatch import ExpertShare
+from radixmesh.daemons.worker.experts.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.deepseek.checkpoint import layer_prefix
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
 from radixmesh.daemons.worker.models.expert_checkpoint import (

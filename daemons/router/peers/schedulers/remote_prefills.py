@@ -1,0 +1,241 @@
+"""Prompts that one scheduler computes for an output that runs at another, which gets their KV.
+
+begin --> RESERVING --the decode side has a place--> PREFILLING --handed over--> SENDING --first token, or left--> gone
+              |                                          |
+              +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
+
+An output that moves from a scheduler which lives is such a prompt as well, with the ids that it has: its former
+scheduler finds their KV in its cache, and sends it, where that was measured to be cheaper than to compute them anew.
+
+The output is at its decode side from the start, and waits there. The prefill's first token is the output's: it goes to
+the client, and to the decode side with a new attempt, which begins with the second. Whatever happens to its prefill,
+that side computes the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds.
+So nothing of an output's life depends on any of this, and nothing is kept for it beyond the table here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
+from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.schedulers.submit import reservation_of
+from radixmesh.daemons.router.placement.move_costs import MoveCosts, MoveWay
+from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+log = get_logger(__name__)
+
+# Renewed every second: the decode side takes three seconds without news for the end of a prefill.
+_LEASE_MS = 15_000
+_RENEW_S = 1.0
+_TELL_AGAIN_S = 60.0
+# Far beyond what a router's outputs need at a time; more run in place.
+_MOST = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    output: Output
+    decode: SchedulerLink
+    prefill: SchedulerLink
+    num_tokens: int
+    """To be computed."""
+    since: float
+    is_begun: bool = False
+    is_sending: bool = False
+
+
+class RemotePrefills:
+    """By transfer id. least_tokens: shorter prompts, or those of which less is not cached, run in place. timeout_s: a
+    prefill that takes longer, its wait in the queue included, is given up. clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        placement: LinkPlacement,
+        *,
+        least_tokens: int,
+        timeout_s: float = 60.0,
+        costs: MoveCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._placement = placement
+        self._least_tokens = max(1, least_tokens)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.costs = costs or MoveCosts(clock)
+        self._prefills: dict[str, _Prefill] = {}
+        self._renewed = 0.0
+        self._tell_again_at = 0.0
+        self.num_handed_over = self.num_in_place = self.num_moved = 0
+
+    def __len__(self) -> int:
+        return len(self._prefills)
+
+    def begin(self, output: Output, decode: SchedulerLink) -> None:
+        """An output is about to be submitted to `decode`: reserves a place for its KV there, if that is worth it."""
+        output.transfer_id = ""
+        request = output.request
+        if decode.role == scheduler_pb2.SCHEDULER_ROLE_PREFILL:
+            self._tell_why_whole(output)
+            return
+        if decode.role != scheduler_pb2.SCHEDULER_ROLE_DECODE or output.ids or request.resolved.is_pooled:
+            return
+        if output.index:
+            # The outputs of a request share the KV of its prompt: they wait for that of the first.
+            first = self._prefills.get(request.outputs[0].transfer_id)
+            if first is not None and first.decode is decode:
+                output.transfer_id = request.outputs[0].transfer_id
+            return
+        # Prompt logprobs come from computing the prompt.
+        if request.are_prompt_logprobs_due or len(self._prefills) >= _MOST:
+            return
+        if request.num_prompt < self._least_tokens:
+            return
+        if request.num_prompt - self._placement.matched_tokens(output, decode) < self._least_tokens:
+            return
+        links = [link for link in self._placement.table.prefilling(output) if link is not decode]
+        if not links:
+            return
+        costs = {link: self._cost(output, link) for link in links}
+        best = min(links, key=lambda link: costs[link])
+        uncached = request.num_prompt - self._placement.matched_tokens(output, best)
+        self._reserve(output, decode, best, uncached)
+
+    def _tell_why_whole(self, output: Output) -> None:
+        """Says now and then that a prefill group decodes, since no decode group holds requests of that length."""
+        room, needed = self._placement.table.decode_room(output.request), output.request.max_total_len
+        if 0 < room < needed and self._clock() >= self._tell_again_at:
+            self._tell_again_at = self._clock() + _TELL_AGAIN_S
+            log.warning("decode_groups_too_small", tokens=needed, most=room, advice="raise --num-pages there")
+
+    def begin_move(self, output: Output, source: SchedulerLink, target: SchedulerLink) -> MoveWay:
+        """An output is about to be submitted to `target`, and was at `source` until now: reserves a place for its KV
+        there, if that is cheaper than a prefill. The way that it takes."""
+        output.transfer_id = ""
+        uncached = self.num_lacking(output, target)
+        if not self._can_move_kv(output, source, target) or uncached < self._least_tokens:
+            return MoveWay.PREFILL
+        for sibling in output.request.outputs:
+            # They share the KV of their prompt, and wait for that of the first.
+            first = self._prefills.get(sibling.transfer_id)
+            if sibling is not output and first is not None and first.decode is target:
+                output.transfer_id = sibling.transfer_id
+                return MoveWay.KV
+        if self.costs.choose(uncached) is MoveWay.PREFILL:
+            return MoveWay.PREFILL
+        # Its tokens are in the cache there, but for the last page.
+        self._reserve(output, target, source, max(1, source.page_size))
+        self.num_moved += 1
+        return MoveWay.KV
+
+    def num_lacking(self, output: Output, target: SchedulerLink) -> int:
+        """Tokens of prompt and output so far that are not cached there."""
+        return max(0, output.request.num_prompt + len(output.ids) - self._placement.matched_tokens(output, target))
+
+    def _can_move_kv(self, output: Output, source: SchedulerLink, target: SchedulerLink) -> bool:
+        request = output.request
+        is_there = source.is_connected and source.is_group_serving and bool(source.kv_heads)
+        is_there &= not (source.load.is_leaving or source.load.is_draining)
+        takes_it = target.role == scheduler_pb2.SCHEDULER_ROLE_DECODE and output.attempt_no + 2 < MAX_ATTEMPT_NO
+        is_simple = not request.resolved.is_pooled and not request.are_prompt_logprobs_due
+        return is_there and takes_it and is_simple and len(self._prefills) < _MOST
+
+    def _reserve(self, output: Output, decode: SchedulerLink, prefill: SchedulerLink, num_tokens: int) -> None:
+        transfer_id = secrets.token_hex(12)
+        self._prefills[transfer_id] = _Prefill(output, decode, prefill, num_tokens, self._clock())
+        output.transfer_id = transfer_id
+        decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, prefill.page_size, prefill.kv_heads))
+
+    def answered(self, decode: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
+        """The decode side has a place, or none."""
+        found = self._prefills.get(result.transfer_id)
+        if found is None or found.decode is not decode or found.is_begun:
+            return
+        if not result.HasField("target") or not found.prefill.is_group_serving:
+            if result.HasField("error"):
+                log.info("prefill_in_place", transfer=result.transfer_id, error=result.error.message)
+            self._give_up(result.transfer_id, found, is_known=result.HasField("target"))
+            return
+        found.is_begun = True
+        found.prefill.prefill(found.output, result.transfer_id, result.target)
+
+    def over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> bool:
+        """The prefill is done, or will not be. True: its first token is the output's, which goes on behind it."""
+        transfer_id, output = prompt.transfer_id, prompt.output
+        found = self._prefills.get(transfer_id)
+        if found is None:
+            return False
+        # A token of the decode side's own is as good, and there: it has given up the transfer.
+        is_wanted = found.decode.is_connected and found.decode.is_without_tokens(output)
+        is_wanted &= output.state is OutputState.RUNNING and output.attempt_no < MAX_ATTEMPT_NO
+        is_given = is_wanted and prompt.give()
+        is_ended = is_given and output.known_ending is not None
+        if is_handed_over:
+            self.num_handed_over += 1
+            found.is_sending = True
+        elif not is_ended:
+            self._give_up(transfer_id, found, is_known=True)
+        if is_given and not is_ended:
+            # The decode side may have begun by itself, and gone on with another token.
+            former = found.decode.submit_again(output)
+            self.costs.again(found.decode, former, found.decode.last_sequence)
+            self._placement.on_left(found.decode, former)
+            self._placement.take_sent(found.decode, None)
+        return is_given
+
+    def end(self, output: Output) -> None:
+        """The output is not at its scheduler any more, or has its first token."""
+        transfer_id, output.transfer_id = output.transfer_id, ""
+        found = self._prefills.get(transfer_id)
+        if found is None or found.output is not output:
+            return
+        del self._prefills[transfer_id]
+        if found.decode.is_connected:
+            found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
+        self._cancel(found)
+
+    def tick(self, now: float) -> None:
+        """Gives up prefills whose group is lost or that take too long, and renews the leases of those that go on, of
+        all at one scheduler by one frame. Call every 0.1 s or so."""
+        for transfer_id, found in tuple(self._prefills.items()):
+            if not found.is_begun or found.is_sending:
+                continue
+            is_late = now - found.since >= self._timeout_s
+            if is_late or not found.prefill.is_group_serving:
+                # A scheduler would begin anew with its next worker: that takes longer to load than any prompt.
+                self._cancel(found)
+                self._give_up(transfer_id, found, is_known=True)
+        if not self._prefills or now - self._renewed < _RENEW_S:
+            return
+        self._renewed = now
+        for transfer_id, found in tuple(self._prefills.items()):
+            if not found.decode.is_without_tokens(found.output):
+                # It decodes: what has come is its own by now.
+                del self._prefills[transfer_id]
+            elif found.is_begun and not found.is_sending:
+                found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, lease_ms=_LEASE_MS))
+
+    def _cancel(self, found: _Prefill) -> None:
+        """Ends the prefill where it runs."""
+        output = found.output
+        if found.is_begun and not found.is_sending and found.prefill.is_connected:
+            found.prefill.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
+
+    def _give_up(self, transfer_id: str, found: _Prefill, *, is_known: bool) -> None:
+        """The decode side computes the prompt. is_known: it still waits for KV."""
+        del self._prefills[transfer_id]
+        self.num_in_place += 1
+        if is_known and found.decode.is_connected:
+            found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
+
+    def _cost(self, output: Output, link: SchedulerLink) -> tuple[int, int]:
+        """Tokens that are computed there before the prompt's last one, then requests."""
+        own = sum(p.num_tokens for p in self._prefills.values() if p.prefill is link and not p.is_sending)
+        uncached = output.request.num_prompt - self._placement.matched_tokens(output, link)
+        return max(own, link.load.waiting_tokens) + uncached, link.load.num_running + link.num_prefills

@@ -1,0 +1,1 @@
+"""Intake: messages of clients made into requests that any router can run again."""

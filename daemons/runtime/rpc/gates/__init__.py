@@ -1,0 +1,1 @@
+"""Gates of servers that have little memory: few messages arrive at a time."""

@@ -1,0 +1,1 @@
+"""Health of a daemon: its progress, and the gRPC service that tells it."""

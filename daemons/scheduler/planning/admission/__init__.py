@@ -1,0 +1,1 @@
+"""Admission: waiting sequences get slots and pages, and prompts their chunks."""

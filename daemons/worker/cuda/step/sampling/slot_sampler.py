@@ -1,0 +1,306 @@
+"""Sampling on the device, with options kept there by slot. Options are sent once, when a request is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import SlotChains
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
+from radixmesh.kernels.sampling.grow_trees import Candidates, RankScratch, rank_drafts
+from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
+from radixmesh.kernels.sampling.sample import (
+    SampleScratch,
+    SlotRows,
+    TokenTarget,
+    compile_sampling,
+    sample_greedily,
+    sample_rows,
+)
+from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams
+
+_INT32_MAX = 2**31 - 1
+# Asked for in every step: an enum's own operators take microseconds.
+_LOGPROBS, _BEYOND_LOGPROBS = int(Needs.LOGPROBS), int(~Needs.LOGPROBS)
+
+
+class SlotSampler:
+    """Parameters of all slots, and a dummy that is greedy. Lists are sent only for slots that need them."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        max_total_len: int,
+        device: torch.device,
+        masks: SlotMasks | SlotChains | None = None,
+        keeps_tokens: bool = False,
+    ) -> None:
+        """keeps_tokens: tokens_SL has those of all slots, not only of slots with penalties: drafters look there."""
+        self._keeps_tokens = keeps_tokens
+        self._device, self._masks = device, masks
+        self._needs = np.zeros(num_slots + 1, np.uint8)
+        self._has_options = np.zeros(num_slots + 1, np.bool_)
+        self._params = SampleParams.allocate(
+            num_slots,
+            max_total_len=max_total_len,
+            max_biases=MAX_LOGIT_BIASES,
+            max_suppressed=MAX_SUPPRESSED_IDS,
+            device=device,
+        )
+        self._max_rows, self.vocab_size = max_rows, vocab_size
+        self._scratch = SampleScratch(max_rows, vocab_size, device, has_penalties=False)
+        self._penalty_scratch: SampleScratch | None = None
+        self._admitted: dict[int, Admit] = {}
+        self._logprob_scratch = LogprobScratch(max_rows, MAX_TOP_LOGPROBS, device)
+        self._num_top = np.full(num_slots + 1, -1, np.int32)
+
+    @property
+    def tokens_SL(self) -> torch.Tensor:
+        """Prompt and output of slots with penalties, or with keeps_tokens of all, int32 [slots + 1, max_total_len]."""
+        return self._params.tokens_SL
+
+    def tokens_of(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        ring_RTL: torch.Tensor,
+        *,
+        has_highest: bool,
+    ) -> Asking:
+        """Samples rows into `target` under the masks of their slots, and writes the logprobs that they ask for into
+        `ring_RTL`: those of the logits as they were. Returns the rows that ask.
+
+        has_highest: `sample_greedily` of the same logits ran just before; rows that are all greedy are done then.
+        """
+        asking, masks = self.asking(host_slots), self._masks
+        as_they_were_TV = logits_TV
+        if masks is not None and masks.is_guided(host_slots):
+            if asking.rows:
+                as_they_were_TV = logits_TV.clone()
+            masks.apply(logits_TV, slots, positions, self._scratch.highest_TS if has_highest else None)
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=has_highest)
+            masks.settle(slots, positions, target, self.tokens_SL)
+        elif has_highest:
+            self.resample(logits_TV, slots, positions, host_slots, target)
+        else:
+            self.sample(logits_TV, slots, positions, host_slots, target)
+        self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
+        return asking
+
+    def is_done_greedily(self, host_slots: IntArray) -> bool:
+        """`sample_greedily` is all that these slots ask for: no noise, no logprobs, no masks."""
+        is_guided = self._masks is not None and self._masks.is_guided(host_slots)
+        return not is_guided and not self._need_bits(host_slots)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles every variant of the sampling kernels for logits of `dtype`."""
+        compile_sampling(self._params, self.vocab_size, dtype)
+        compile_logprobs(self._params, self.vocab_size, dtype)
+        if self._masks is not None:
+            self._masks.warm_up(dtype, self.vocab_size, self.tokens_SL)
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot. What it asks for is sent with the next step."""
+        if self._masks is not None:
+            self._masks.admitted(admit)
+        self._needs[admit.slot] = needs_of(admit)
+        num_top = admit.sampling.num_top_logprobs
+        self._num_top[admit.slot] = -1 if num_top is None else min(num_top, self.vocab_size)
+        self._admitted[admit.slot] = admit
+
+    def send(self) -> None:
+        """Brings the options of requests admitted since to the device, behind all work so far."""
+        if self._masks is not None:
+            self._masks.send()
+        if not self._admitted:
+            return
+        if self._keeps_tokens:
+            for admit in self._admitted.values():
+                self._send_tokens(admit)
+        # A slot that needs nothing must not keep what another request asked for: its neighbours may need noise.
+        slots_with_options = self._needs.astype(np.bool_) | self._has_options
+        admits, self._admitted = [a for a in self._admitted.values() if slots_with_options[a.slot]], {}
+        if not admits:
+            return
+        for admit in admits:
+            self._has_options[admit.slot] = bool(self._needs[admit.slot])
+        slots = self._on_device(np.array([admit.slot for admit in admits], np.int64))
+        for target, values in self._columns(admits):
+            target.index_copy_(0, slots, self._on_device(values))
+        for admit in admits:
+            if self._needs[admit.slot] & Needs.PENALTIES:
+                self._send_lists(admit)
+
+    def sample_greedily(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        target: TokenTarget,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        """Takes every row's argmax, whatever its slot asks for, so that a graph can record it. See `resample`."""
+        rows = SlotRows(self._params, slots, positions)
+        sample_greedily(logits_TV, rows, self._scratch, target, use_pdl=use_pdl)
+
+    def sample_drafts(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget
+    ) -> None:
+        """As `sample_greedily`, with the noise of slots that are sampled: by it the target samples there too. Filters
+        and penalties count for the target alone."""
+        sample_rows(logits_TV, SlotRows(self._params, slots, positions), self._scratch, target, Needs.NOISE)
+
+    def rank_drafts(
+        self,
+        logits_RV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        scratch: RankScratch,
+        level: int,
+        found: Candidates,
+    ) -> None:
+        """The ids that `sample_drafts` is likeliest to take become candidates of a level of trees."""
+        rank_drafts(logits_RV, slots, positions, self._params, scratch, level, found)
+
+    def resample(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        branches: Branches | None = None,
+    ) -> None:
+        """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
+        if self._need_bits(host_slots) & _BEYOND_LOGPROBS:
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True, branches=branches)
+
+    def sample(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        *,
+        has_highest: bool = False,
+        branches: Branches | None = None,
+    ) -> None:
+        """Samples a token from each row of logits into `target`. slots and positions: int32 [rows] on the device.
+
+        has_highest: `sample_greedily` ran on the same logits just before. branches: of rows that are not behind all of
+        their slot's tokens.
+        """
+        needs = self._needs_of(host_slots)
+        scratch = self._with_penalties() if Needs.PENALTIES in needs else self._scratch
+        rows = SlotRows(self._params, slots, positions, branches)
+        sample_rows(logits_TV, rows, scratch, target, needs, has_highest=has_highest)
+
+    def asking(self, host_slots: IntArray) -> Asking:
+        """The rows of `host_slots` whose requests ask for logprobs."""
+        if not self._need_bits(host_slots) & _LOGPROBS:
+            return NOBODY
+        num_top = self._num_top[host_slots]
+        rows = np.flatnonzero(num_top >= 0)
+        return Asking(rows.tolist(), num_top[rows].tolist())
+
+    def logprobs(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, target: TokenTarget, ring_RTL: torch.Tensor, asking: Asking
+    ) -> None:
+        """Writes the logprobs of the tokens in `target`, and of alternatives, into `ring_RTL`, of the rows that ask."""
+        if asking.rows:
+            token_logprobs(
+                logits_TV,
+                slots,
+                self._params.num_top_S,
+                target.ring_RT,
+                target.ring_index_1,
+                self._logprob_scratch,
+                ring_RTL,
+            )
+
+    def _needs_of(self, host_slots: IntArray) -> Needs:
+        return Needs(self._need_bits(host_slots))
+
+    def _need_bits(self, host_slots: IntArray) -> int:
+        return int(np.bitwise_or.reduce(self._needs[host_slots], initial=0))
+
+    def _with_penalties(self) -> SampleScratch:
+        """Made when first needed: it is large."""
+        if self._penalty_scratch is None:
+            self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, self._device, has_penalties=True)
+        return self._penalty_scratch
+
+    def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:
+        params = self._params
+
+        def of(name: str, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+            return np.array([getattr(admit.sampling, name) for admit in admits], dtype)
+
+        seeds = np.array([admit.sampling.seed or 0 for admit in admits], np.uint64).view(np.int64)
+        return [
+            (params.temperature_S, of("temperature", np.float64)),
+            (params.seed_S, seeds),
+            (params.top_k_S, of("top_k", np.int32)),
+            (params.top_p_S, of("top_p", np.float64)),
+            (params.min_p_S, of("min_p", np.float64)),
+            (params.repetition_S, of("repetition_penalty", np.float32)),
+            (params.frequency_S, of("frequency_penalty", np.float32)),
+            (params.presence_S, of("presence_penalty", np.float32)),
+            (params.prompt_len_S, np.array([len(admit.prompt_ids) for admit in admits], np.int32)),
+            (params.num_biases_S, np.array([len(admit.sampling.logit_bias) for admit in admits], np.int32)),
+            (params.num_suppressed_S, np.array([len(admit.suppressed_ids) for admit in admits], np.int32)),
+            (params.num_top_S, self._num_top[[admit.slot for admit in admits]]),
+            (params.min_tokens_S, np.array([min(admit.min_tokens, _INT32_MAX) for admit in admits], np.int32)),
+        ]
+
+    def _send_lists(self, admit: Admit) -> None:
+        params, slot = self._params, admit.slot
+        if not self._keeps_tokens:
+            self._send_tokens(admit)
+        if admit.sampling.logit_bias:
+            bias_ids, biases = zip(*admit.sampling.logit_bias, strict=True)
+            params.bias_ids_SB[slot, : len(bias_ids)] = self._on_device(np.array(bias_ids, np.int32))
+            params.bias_values_SB[slot, : len(biases)] = self._on_device(np.array(biases, np.float32))
+        if len(admit.suppressed_ids):
+            params.suppressed_ids_SU[slot, : len(admit.suppressed_ids)] = self._on_device(admit.suppressed_ids)
+
+    def _send_tokens(self, admit: Admit) -> None:
+        ids = np.concatenate((admit.prompt_ids, admit.output_ids)).astype(np.int32, copy=False)
+        self._params.tokens_SL[admit.slot, : len(ids)] = self._on_device(ids)
+
+    def _on_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def needs_of(admit: Admit) -> Needs:
+    """Sampling options of a request."""
+    sampling, needs = admit.sampling, Needs.NOTHING
+    if not sampling.is_greedy:
+        needs |= Needs.NOISE
+        if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+            needs |= Needs.FILTERS
+    is_penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+    if is_penalised or sampling.logit_bias or (admit.min_tokens and len(admit.suppressed_ids)):
+        needs |= Needs.PENALTIES
+    if sampling.num_top_logprobs is not None:
+        needs |= Needs.LOGPROBS
+    return needs

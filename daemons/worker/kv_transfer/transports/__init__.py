@@ -1,0 +1,1 @@
+"""Transports of KV between workers, and the choice of one by settings."""

@@ -1,0 +1,1 @@
+"""The Execute stream: claims, plans in, results out, and the one thread between them."""
