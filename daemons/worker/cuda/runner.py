@@ -389,7 +389,7 @@ class DeviceRunner(ModelRunner):
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
         if isinstance(self.device, CudaDevice):
             # Triton is needed where there is a GPU alone.
-            from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
+            from radixmesh.daemons.worker.cuda.host_tier.host_pool import CudaHostPool
 
             words = self.pool.page_words()
             self.host_pool = CudaHostPool(self.device, words, num_bytes, self.num_pages, self._loaded, segment)
