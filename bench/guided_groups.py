@@ -32,7 +32,7 @@ from support.conformance.vocabularies import vocabulary_of  # noqa: E402
 from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarMatcher, GreedyTokens, load_backend  # noqa: E402
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  # noqa: E402
 from radixmesh.daemons.worker.cuda.device import HostDevice  # noqa: E402
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks  # noqa: E402
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks  # noqa: E402
 from radixmesh.daemons.worker.guided import mask_filler  # noqa: E402
 from radixmesh.daemons.worker.guided.guide import Guide  # noqa: E402
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller  # noqa: E402

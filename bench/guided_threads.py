@@ -1,12 +1,16 @@
 """CPU time of a worker's mask threads for each guided token, without a model: 256 rows of one JSON schema.
 
     python bench/guided_threads.py > bench/results/guided-threads.json
+    python bench/guided_threads.py --compare 0 1 2 --turns 4 > bench/results/guided-processes.json
 
 Texts are written at random beforehand. Each step gives every row its next token, as a step of the device does, and
 waits until all masks are published in the memory that a device reads. Microseconds of CPU a token, by part: the step
-thread's call (follow), the library's accepts and fills, all else of the mask threads (python). wall_ms: of one step,
-whose first 2 ms the step thread computes in Python. until_ms: from the tokens to the end of each stage, of the group
-that is last. waits_a_step: times that a mask thread waited for work or for the interpreter's lock.
+thread's call (follow), the library's accepts and fills, copies (here by the host), all else of the mask threads
+(python). wall_ms: of one step, at whose begin the step thread computes for 2 ms of CPU time in Python; step_thread_ms:
+how long these take it, beside the masks. until_ms: from the tokens to the end of each stage, of the group that is last.
+waits_a_step: times that a mask thread waited for work or for the interpreter's lock. --processes: so many fill the
+masks, and process_us is their CPU time. --compare: several numbers of processes in turns, 0 = threads; ratios are those
+to the first number.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  
 from radixmesh.daemons.runtime.sampling import Sampling  # noqa: E402
 from radixmesh.daemons.runtime.steps.step import Admit  # noqa: E402
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice  # noqa: E402
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks  # noqa: E402
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks  # noqa: E402
 from radixmesh.daemons.worker.guided import shared_calls  # noqa: E402
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore  # noqa: E402
-from radixmesh.daemons.worker.guided.guides import SlotGuides  # noqa: E402
+from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides  # noqa: E402
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller  # noqa: E402
-from radixmesh.daemons.worker.guided.step_follower import StepFollower  # noqa: E402
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides  # noqa: E402
 
 _PROMPT = np.ones(1, np.int32)
 _TIMEOUT_S = 60.0
@@ -67,10 +71,18 @@ class Parts:
     def __init__(self, matcher_class: type[GrammarMatcher]) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self._class = matcher_class
+        self._before: dict[str, object] = {}
         for name, part in (("accept", "accept"), ("accept_all", "accept"), ("fill", "fill"), ("fill_all", "fill")):
             is_static = name.endswith("_all")
+            self._before[name] = matcher_class.__dict__[name]
             timed = self._timed(getattr(matcher_class, name), part)
             setattr(matcher_class, name, staticmethod(timed) if is_static else timed)
+
+    def restore(self) -> None:
+        """The library's calls are its own again."""
+        for name, call in self._before.items():
+            setattr(self._class, name, call)
 
     def _timed(self, call: Callable[..., object], part: str) -> Callable[..., object]:
         def timed(*args: object) -> object:
@@ -95,7 +107,7 @@ class _Stages:
     """Wall seconds from the moment that tokens are known to the end of each stage of the last group of a step."""
 
     def __init__(self, masks: SlotMasks) -> None:
-        self.began_s = 0.0
+        self.began_s = self.copy_s = 0.0
         self.sums: defaultdict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
         self._wrap(shared_calls, "_fill_together", "filled", "accepted")
@@ -108,7 +120,10 @@ class _Stages:
         def timed(*args: object) -> object:
             if before:
                 self._last[before] = time.perf_counter()
+            cpu_s = time.thread_time()
             result = call(*args)
+            if after == "sent":
+                self.copy_s += time.thread_time() - cpu_s
             self._last[after] = time.perf_counter()
             return result
 
@@ -128,12 +143,26 @@ def measured(
     texts: Path | None,
     num_threads: int | None,
     device: Device | None = None,
+    num_processes: int = 0,
 ) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": vocab_size - 1}))
+        config = {"vocab_size": vocab_size, "eos_token_id": vocab_size - 1, "model_type": "llama", "architectures": []}
+        (folder / "config.json").write_text(json.dumps(config))
         write_vocabulary(folder, vocab_size)
-        vocabulary = vocabulary_of(folder)
+        return _measured(folder, num_rows, num_tokens, texts, num_threads, device, num_processes)
+
+
+def _measured(
+    folder: Path,
+    num_rows: int,
+    num_tokens: int,
+    texts: Path | None,
+    num_threads: int | None,
+    device: Device | None,
+    num_processes: int,
+) -> dict[str, object]:
+    vocabulary = vocabulary_of(folder)
     backend = load_backend("xgrammar", vocabulary)
     artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, num_tokens)))
     grammar = backend.load(artefact)
@@ -151,20 +180,27 @@ def measured(
         num_slots=num_rows,
         max_rows=num_rows,
         vocab_size=vocabulary.vocab_size,
+        num_processes=num_processes,
     )
-    guides = SlotGuides(vocabulary.vocab_size)
-    guides._filler = MaskFiller(num_threads)
-    guides._follower = StepFollower(guides._filler)
+    guides: Guides
+    if num_processes:
+        guides = ProcessGuides(num_processes, folder, "xgrammar")
+        guides.attach(masks, num_slots=num_rows, max_total_len=2 + tokens.shape[1])
+        assert guides.wait_ready(_TIMEOUT_S)
+    else:
+        guides = SlotGuides(vocabulary.vocab_size)
+        guides._filler = MaskFiller(num_threads)
     stages = _Stages(masks)
     for slot in range(num_rows):
         admit = _admit(slot)
         guides.admitted(admit, artefact, store, masks.sink(admit))
     rows = [masks._admitting[slot] for slot in range(num_rows)]
-    slots = list(range(num_rows))
+    slots = np.arange(num_rows)
     _until_published(masks, rows, 1)
     # The first tokens find the guides as their grammar's loading left them.
     warm = min(8, tokens.shape[1] // 4)
-    follow_s = wall_s = 0.0
+    follow_s = wall_s = spin_s = 0.0
+    process_s = 0.0
     threads_s, switches, system_s = _thread_seconds(), 0, 0.0
     for step in range(tokens.shape[1]):
         if step == warm:
@@ -172,15 +208,18 @@ def measured(
             parts.calls.clear()
             switches = _thread_switches()
             threads_s, follow_s, wall_s, system_s = _thread_seconds(), 0.0, 0.0, _system_seconds()
+            spin_s, process_s = 0.0, _process_seconds(guides)
             stages.sums.clear()
+            stages.copy_s = 0.0
         of_step = tokens[:, step].copy()
         since_s, cpu_s = time.perf_counter(), time.thread_time()
         stages.began_s = since_s
         guides.launched(slots, lambda of_step=of_step: of_step)
         follow_s += time.thread_time() - cpu_s
-        spin_until_s = time.perf_counter() + _STEP_THREAD_S
-        while time.perf_counter() < spin_until_s:
+        began_s, spin_until_s = time.perf_counter(), time.thread_time() + _STEP_THREAD_S
+        while time.thread_time() < spin_until_s:
             pass
+        spin_s += time.perf_counter() - began_s
         _until_published(masks, rows, 2 + step)
         wall_s += time.perf_counter() - since_s
         stages.add()
@@ -188,17 +227,25 @@ def measured(
     per_token = 1e6 / (num_steps * num_rows)
     mask_s = _thread_seconds() - threads_s
     library_s = parts.seconds["accept"] + parts.seconds["fill"]
+    found = {"process_us": round((_process_seconds(guides) - process_s) * per_token, 2)} if num_processes else {}
+    num_errors = sum(1 for _ in guides.errors())
+    guides.close()
+    parts.restore()
     return {
+        "processes": num_processes,
         "follow_us": round(follow_s * per_token, 2),
         "accept_us": round(parts.seconds["accept"] * per_token, 2),
         "fill_us": round(parts.seconds["fill"] * per_token, 2),
-        "python_us": round((mask_s - library_s) * per_token, 2),
+        **found,
+        "copy_us": round(stages.copy_s * per_token, 2),
+        "python_us": round((mask_s - library_s - stages.copy_s) * per_token, 2),
         "calls_a_step": round(sum(parts.calls.values()) / num_steps, 1),
         "waits_a_step": round((_thread_switches() - switches) / num_steps, 1),
         "system_us": round((_system_seconds() - system_s) * per_token, 2),
+        "step_thread_ms": round(spin_s / num_steps * 1e3, 3),
         "wall_ms": round(wall_s / num_steps * 1e3, 2),
         "until_ms": {name: round(seconds / num_steps * 1e3, 2) for name, seconds in stages.sums.items()},
-        "errors": sum(1 for _ in guides.errors()),
+        "errors": num_errors,
     }
 
 
@@ -230,6 +277,16 @@ def _thread_seconds() -> float:
     return total_ns * 1e-9
 
 
+def _process_seconds(guides: Guides) -> float:
+    """CPU seconds of the processes that fill masks so far."""
+    pids = guides.pids if isinstance(guides, ProcessGuides) else ()
+    total_ns = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns * 1e-9
+
+
 def _system_seconds() -> float:
     """CPU seconds of the process in the kernel."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_stime
@@ -245,6 +302,23 @@ def _thread_switches() -> int:
     return total
 
 
+def _compared(numbers: Sequence[int], turns: Sequence[Sequence[dict[str, object]]]) -> dict[str, object]:
+    """Of all turns; and of the medians, what each number of processes has of the first one's."""
+    medians = {
+        name: [float(np.median([_figure(turn[index], name) for turn in turns])) for index in range(len(numbers))]
+        for name in ("published", "step_thread_ms", "python_us")
+    }
+    ratios = {name: [round(value / values[0], 3) for value in values] for name, values in medians.items()}
+    rounded = {name: [round(value, 3) for value in values] for name, values in medians.items()}
+    return {"processes": list(numbers), "medians": rounded, "ratios": ratios, "turns": turns}
+
+
+def _figure(result: dict[str, object], name: str) -> float:
+    until_ms = result["until_ms"]
+    assert isinstance(until_ms, dict)
+    return float(str(result[name] if name in result else until_ms[name]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
@@ -256,12 +330,19 @@ def main() -> None:
     parser.add_argument(
         "--native", type=int, default=0, help="threads of the library's own for each; 0: as a worker has"
     )
+    parser.add_argument("--processes", type=int, default=0, help="processes that fill masks; 0: threads do")
+    parser.add_argument("--compare", type=int, nargs="+", default=[], metavar="PROCESSES", help="all of them in turns")
+    parser.add_argument("--turns", type=int, default=1)
     args = parser.parse_args()
     if args.native:
         use_native_threads(args.native)
-    result = measured(
-        args.rows, args.tokens, args.vocabulary, args.texts, args.threads, CudaDevice() if args.gpu else None
-    )
+    device = CudaDevice() if args.gpu else None
+    of_rows = (args.rows, args.tokens, args.vocabulary, args.texts, args.threads, device)
+    if args.compare:
+        turns = [[measured(*of_rows, num) for num in args.compare] for _ in range(args.turns)]
+        result = _compared(args.compare, turns)
+    else:
+        result = measured(*of_rows, args.processes)
     about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps({**about, **result}, indent=1))
 

@@ -108,7 +108,8 @@ async def _round_trips(ladder: Ladder, num: int) -> Figures:
     for _ in range(_BLOCKS):
         block = {
             "encode_unary": await round_trips.encode(address("tokenizer"), prompt.text, num),
-            "router_tokenize_two_unary": await round_trips.tokenize(address("router"), prompt.text, num),
+            "encode_on_stream": await round_trips.encode_on_stream(address("tokenizer"), prompt.text, num),
+            "router_tokenize": await round_trips.tokenize(address("router"), prompt.text, num),
             f"detokenize_frame_{_NUM_ROWS}_rows": await round_trips.detokenize(
                 address("detokenizer"), prompt.ids, _NUM_ROWS, num
             ),

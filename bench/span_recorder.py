@@ -26,8 +26,8 @@ _SCHEDULER = "radixmesh.daemons.scheduler"
 # Module, name there, label. Imported when the daemon's own module has been: what needs a GPU only where there is one.
 STEP_TARGETS = {
     "radixmesh.daemons.worker": (
-        (f"{_WORKER}.session", "ExecuteSession.receive"),
-        (f"{_WORKER}.session", "parse_frame"),
+        (f"{_WORKER}.stream.session", "ExecuteSession.receive"),
+        (f"{_WORKER}.stream.session", "parse_frame"),
         (f"{_WORKER}.core", "WorkerCore._answered"),
         (f"{_WORKER}.plans.plan_runner", "PlanRunner.launch"),
         (f"{_WORKER}.plans.plan_runner", "PlanRunner._finish"),
@@ -35,14 +35,14 @@ STEP_TARGETS = {
         (f"{_WORKER}.plans.plan_runner", "result_to_proto"),
         (f"{_WORKER}.plans.executor", "StepExecutor.launch"),
         (f"{_WORKER}.plans.executor", "StepExecutor._settle"),
-        (f"{_WORKER}.result_stream", "ResultStream.write"),
+        (f"{_WORKER}.stream.result_stream", "ResultStream.write"),
     ),
     "radixmesh.daemons.scheduler": (
-        (f"{_SCHEDULER}.scheduler_loop", "SchedulerLoop._take"),
+        (f"{_SCHEDULER}.scheduler_loop", "SchedulerLoop.take"),
         (f"{_SCHEDULER}.scheduler_loop", "SchedulerLoop.deliver"),
         (f"{_SCHEDULER}.planning.planner", "Planner.plan"),
         (f"{_SCHEDULER}.planning.planner", "Planner.process"),
-        (f"{_SCHEDULER}.group.group_stream", "encode_plan"),
+        (f"{_SCHEDULER}.group.group_stream", "encode_plans"),
         (f"{_SCHEDULER}.group_service", "GrpcRank.write"),
         (f"{_SCHEDULER}.group.worker_stream", "parse_frame"),
         (f"{_SCHEDULER}.routers.router_streams", "RouterStreams.deliver"),
@@ -59,7 +59,7 @@ CUDA_TARGETS = (
     (f"{_CUDA}.step.step_graphs", "StepGraphs.capture"),
     (f"{_CUDA}.step.prompt_steps", "PromptSteps.capture"),
     (f"{_CUDA}.step.prompt_steps", "PromptSteps.warm_up"),
-    (f"{_CUDA}.step.slot_sampler", "SlotSampler.warm_up"),
+    (f"{_CUDA}.step.sampling.slot_sampler", "SlotSampler.warm_up"),
     (f"{_CUDA}.load", "load_model"),
     (f"{_CUDA}.load", "create_kernels"),
     (f"{_CUDA}.load", "create_runner"),

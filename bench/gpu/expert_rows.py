@@ -114,7 +114,7 @@ def _layer(experts: DispatchedExperts, x_TD: torch.Tensor, routes: Routes) -> Ca
 def _own(dispatch: DeviceDispatch, x_TD: torch.Tensor, routes: Routes, slots: int) -> Callable[[], torch.Tensor]:
     """The calls of the transport itself for these rows."""
     if isinstance(dispatch, BufferDispatch):
-        buffer = dispatch._buffer
+        buffer = dispatch.buffer
         assert buffer is not None
         slots_TA = routes.expert_ids_TA.to(buffer.id_dtype)
 

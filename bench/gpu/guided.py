@@ -6,8 +6,9 @@
 free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
-because their masks came late. mask_stages: with --stages, of all runs. masks: compilation, cache and fills in this
-process, one thread. jump_forward: one stream whose schema is mostly keys, without and with drafts of forced text.
+because their masks came late. mask_stages: with --stages, of all runs, from the moment that tokens are known. masks:
+compilation, cache and fills in this process, one thread. jump_forward: one stream whose schema is mostly keys, without
+and with drafts of forced text.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
 
 _START_S = 240.0
+_STAGES = ("on its thread", "accepted", "filled", "published", "through")
+_STAGES_OF_PROCESSES = ("sent to processes", "reported by processes", "published")
 _PERSON = {
     "name": {"type": "string"},
     "city": {"enum": ["Paris", "Rome", "Oslo"]},
@@ -128,12 +131,13 @@ async def _through_mesh(
         lines = mesh.log("worker").splitlines()
         late = [line for line in lines if "kernel_compiled_late" in line]
         stages = [json.loads(line)["until_ms"] for line in lines if '"masks_filled"' in line]
+        published = [json.loads(line)["until_ms"] for line in lines if '"masks_published"' in line]
     return {
         "start_s": round(mesh.start_s, 2),
         "late_compiles": [short_line(json.loads(line)) for line in late],
         **results,
         "outputs_checked": checked,
-        "mask_stages_ms_p50_p99": _stages(stages),
+        "mask_stages_ms_p50_p99": _stages(stages, _STAGES) | _stages(published, _STAGES_OF_PROCESSES),
     }
 
 
@@ -248,7 +252,8 @@ class _Daemons:
 
 
 async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabulary) -> dict[str, object]:
-    """Of tool definitions: compilation and fills, and how long a second compilation by the tokenizer's cache takes."""
+    """Of tool definitions: compilation and fills, and how long a second compilation by the tokenizer's cache takes. It
+    follows the first one at once: the cache has room for a dozen artefacts of a large vocabulary, 5 MB each."""
     tools = list(tool_schemas().values())[: 5 * args.tools : 5]
     compiler = GrammarCompiler(model, "xgrammar", GrammarLimits(timeout_s=60.0))
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -333,9 +338,8 @@ def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _stages(until_ms: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+def _stages(until_ms: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
     """Milliseconds from a step's tokens until its masks have come so far, p50 and p99 of all groups of outputs."""
-    names = ("on its thread", "accepted", "filled", "published", "through")
     if not until_ms:
         return {}
     return {

@@ -7,7 +7,10 @@
 tokens of their own. They are computed first (prefill_s), then each goes on for --out tokens. steady_tok_s: between 30%
 and 90% of them.
 --kill RANK: that one is killed (SIGKILL) amid the last of them and started again; longest_gap_s is the longest time
-without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran.
+without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran, with
+the first steps, in which prompts are admitted; steady_busy: the same from 30% of the tokens on to 90%. admission_s:
+until every row had its first token. scheduler_s: seconds in which the scheduler planned, and took results in.
+late_compiles: kernels for which steps waited, by rank.
 --router-skew K: of random weights (or of a copy of --model), the logits of expert e of E are multiplied by exp(K x (1 /
 2 - e / E)), so that ranks have different shares of the work. --balance: decodes before experts move, while they do
 until no more need to, and behind it, by a scheduler each: balancedness is the mean over the most of the rows that the
@@ -78,6 +81,11 @@ class Ranks:
         text = (self._folder / f"{self.names[rank]}.log").read_text()
         return [short_line(json.loads(line)) for line in text.splitlines() if line.startswith("{")]
 
+    def late_compiles(self, rank: int) -> list[str]:
+        """Kernels that were compiled, or read from Triton's cache, behind the start, and the seconds of each."""
+        late = [line for line in self.log(rank) if line["event"] == "kernel_compiled_late"]
+        return [f"{line['kernel']} {line['seconds']}" for line in late]
+
     def num_tokens(self) -> int:
         """KV tokens of all ranks that have requests of their own."""
         sized = [line for rank in range(len(self.names)) for line in self.log(rank) if line["event"] == "memory_sized"]
@@ -138,7 +146,7 @@ async def _decodes(processes: Processes, ranks: Ranks, args: argparse.Namespace,
     results: dict[str, object] = {}
     for index, decode in enumerate(args.decode):
         is_last = index + 1 == len(args.decode)
-        row = await _run(processes, ranks, decode, args, scheduler.name, kill=args.kill if is_last else None)
+        row = await _run(processes, ranks, decode, args, scheduler, kill=args.kill if is_last else None)
         results[f"{decode.rows}x{decode.context}"] = row
         kept.note(decodes=results)
         print(json.dumps({str(decode): row}), file=sys.stderr, flush=True)
@@ -154,7 +162,7 @@ async def _balanced(processes: Processes, ranks: Ranks, args: argparse.Namespace
         end, num_placed = time.monotonic() + args.balance_s, -1.0
         while True:
             for decode in args.decode:
-                rows[f"{decode.rows}x{decode.context}"] = await _run(processes, ranks, decode, args, scheduler.name)
+                rows[f"{decode.rows}x{decode.context}"] = await _run(processes, ranks, decode, args, scheduler)
             experts = await scheduler.experts()
             is_settled = experts["placements_total"] == num_placed > 0
             if phase != "moving" or is_settled or time.monotonic() > end:
@@ -187,6 +195,11 @@ class Scheduler(NamedTuple):
         await processes.start(name, "scheduler", {**values, **_flags(args.scheduler), **(flags or {})})
         return cls(name, metrics)
 
+    async def busy_s(self) -> dict[str, float]:
+        """Seconds so far, of its one thread, in plans and in results."""
+        found = await metric_sums(self.metrics, "radixmesh_")
+        return {name: found.get(f"radixmesh_{name}_seconds_sum", 0.0) for name in ("plan", "process")}
+
     async def experts(self) -> dict[str, float]:
         """Balancedness, as the rows of late and as the placement divides all picks; placements and the longest op."""
         found = await metric_sums(self.metrics, "radixmesh_expert_")
@@ -202,7 +215,7 @@ async def _run(
     ranks: Ranks,
     decode: Decode,
     args: argparse.Namespace,
-    scheduler: str,
+    scheduler: Scheduler,
     kill: int | None = None,
 ) -> dict[str, object]:
     rng = np.random.default_rng(decode.rows * 7919 + decode.context)
@@ -211,15 +224,15 @@ async def _run(
     num_rows = min(decode.rows * args.ranks, room)
     prompts = [rng.integers(_LEAST_ID, args.vocab_size, decode.context).astype(np.int32) for _ in range(num_rows)]
     salt, temperature = f"{decode.rows}x{decode.context}", 1.0
-    async with BulkStream(processes.address(scheduler), f"fill-{salt}", salt, temperature=temperature) as stream:
+    address = processes.address(scheduler.name)
+    async with BulkStream(address, f"fill-{salt}", salt, temperature=temperature) as stream:
         started = time.monotonic()
         await stream.submit(prompts, 1)
         await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
         prefill_s = time.monotonic() - started
-    async with BulkStream(
-        processes.address(scheduler), f"go-{salt}", salt, temperature=temperature, keeps_times=True
-    ) as stream:
+    async with BulkStream(address, f"go-{salt}", salt, temperature=temperature, keeps_times=True) as stream:
         before = [await device_steps(metrics) for metrics in ranks.metrics]
+        planned, num_late = await scheduler.busy_s(), [len(ranks.late_compiles(rank)) for rank in range(args.ranks)]
         started = time.monotonic()
         gaps = Gaps(stream)
         await stream.submit(prompts, args.out)
@@ -227,6 +240,10 @@ async def _run(
         if kill is not None:
             await stream.until(num_tokens=num_rows * args.out // 3, timeout_s=args.timeout_s)
             restart = await _kill(processes, ranks, kill)
+        steady = []
+        for share in (0.3, 0.9) if kill is None else ():
+            await stream.until(num_tokens=int(num_rows * args.out * share), timeout_s=args.timeout_s)
+            steady.append((time.monotonic(), [(await device_steps(metrics))[0] for metrics in ranks.metrics]))
         await stream.until(num_finished=num_rows, timeout_s=args.timeout_s)
         wall = stream.last_token_at - started
         gaps.end()
@@ -246,9 +263,18 @@ async def _run(
         "cached_tokens": stream.cached_tokens,
         "steps": int(of_ranks[0][1]),
         **({"device_busy": [round(busy / wall, 4) for busy, _ in of_ranks]} if restart is None else {}),
+        **({"steady_busy": _shares(*steady)} if steady else {}),
+        "admission_s": round(stream.all_begun_at() - started, 3),
+        "scheduler_s": {name: round(value - planned[name], 3) for name, value in (await scheduler.busy_s()).items()},
+        "late_compiles": [ranks.late_compiles(rank)[num:] for rank, num in enumerate(num_late)],
         "longest_gap_s": round(gaps.longest_s, 3),
         **({} if restart is None else {"killed_rank": kill, "rank_back_s": round(restart, 2)}),
     }
+
+
+def _shares(begin: tuple[float, list[float]], end: tuple[float, list[float]]) -> list[float]:
+    """Device seconds between two times, by rank, over the time between them."""
+    return [round((last - first) / (end[0] - begin[0]), 4) for first, last in zip(begin[1], end[1], strict=True)]
 
 
 class Gaps:

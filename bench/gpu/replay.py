@@ -28,7 +28,7 @@ from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_recorder import read_plans
+from radixmesh.daemons.worker.plans.files.plan_recorder import read_plans
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
 

@@ -74,7 +74,7 @@ class SpeculationBench(Bench):
         """Tokens a second of all rows, tokens of a row in a step, and ms of a step."""
         length = context + num_tokens + 64 * (k + 1)
         tables = self._tables(num_rows, length)
-        prompt = np.random.default_rng(1).permutation(120_000)[:context].astype(np.int32) + 2
+        prompt = np.random.default_rng(1).permutation(self.runner.vocab_size - 2)[:context].astype(np.int32) + 2
         for slot in range(num_rows):
             sampling = Sampling(temperature=0.0)
             self.runner.admitted(

@@ -24,8 +24,8 @@ class BulkStream:
     """A router's end of Serve that counts tokens and looks at nothing else. An async context manager.
 
     cache_salt: of all its requests; those of another salt find nothing of theirs in the cache. temperature: likewise;
-    0 is greedy. keeps_outputs: for `outputs`; else tokens are counted alone. keeps_times: for `gaps_s` and
-    `steady_tok_s`.
+    0 is greedy. keeps_outputs: for `outputs`; else tokens are counted alone. keeps_times: for `gaps_s`,
+    `all_begun_at` and `steady_tok_s`.
     """
 
     def __init__(
@@ -129,6 +129,16 @@ class BulkStream:
                     gaps.append(at - last[handle])
                 last[handle] = at
         return np.array(gaps)
+
+    def all_begun_at(self) -> float:
+        """When the last request to begin had its first token, on the monotonic clock."""
+        begun: set[int] = set()
+        last = 0.0
+        for at, batch in self._times or ():
+            handles = set(unpack_ints(batch.handles, "handles").tolist())
+            last = last if handles <= begun else at
+            begun |= handles
+        return last
 
     def steady_tok_s(self, first: float = 0.3, last: float = 0.9) -> float:
         """Tokens a second between these shares of all tokens: neither prompts nor the last rows that are left."""

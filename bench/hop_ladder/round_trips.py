@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from hop_ladder.report import Figures, percentile
 from hop_ladder.serve_stream import ServeStream
 from hop_ladder.step_link import StepLink
+from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import make_hello
@@ -18,6 +19,7 @@ from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 _WARM_UP = 20
+_TIMEOUT_S = 30.0
 
 
 async def encode(address: str, text: str, num: int) -> list[float]:
@@ -28,8 +30,18 @@ async def encode(address: str, text: str, num: int) -> list[float]:
         return await _timed(lambda: stub.Encode(request), num)
 
 
+async def encode_on_stream(address: str, text: str, num: int) -> list[float]:
+    """The same text over EncodeEach, by a router's own client; microseconds."""
+    tokenizer = GrpcTokenizer(address)
+    request = tokenizer_pb2.EncodeRequest(items=[tokenizer_pb2.EncodeItem(text=text)])
+    try:
+        return await _timed(lambda: tokenizer.encode(request, _TIMEOUT_S), num)
+    finally:
+        await tokenizer.close()
+
+
 async def tokenize(address: str, text: str, num: int) -> list[float]:
-    """RouterService.Tokenize: client to router to tokenizer and back, two unary calls; microseconds."""
+    """RouterService.Tokenize: a unary call to the router, which asks the tokenizer over its stream; microseconds."""
     async with open_channel(address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         request = router_pb2.TokenizeRequest(items=[tokenizer_pb2.EncodeItem(text=text)])

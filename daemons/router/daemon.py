@@ -49,10 +49,10 @@ class RouterDaemon(Daemon):
         self._router = make_router(
             settings, peers, runtime.instance_id, runtime.progress, runtime.metrics, runtime.tracer
         )
-        self._http: HttpServer | None = None
+        self.http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         if settings.http_listen:
-            self._http = make_http_server(settings.http_listen, settings, self._router, guard, runtime)
+            self.http = make_http_server(settings.http_listen, settings, self._router, guard, runtime)
         self._clock: asyncio.Task[None] | None = None
         self._names: asyncio.Task[None] | None = None
         self._runtime = runtime
@@ -66,9 +66,9 @@ class RouterDaemon(Daemon):
 
     async def load(self) -> None:
         self._router.connect()
-        if self._http is not None:
-            log.info("listening_http", address=self._http.bind())
-            self._serving = self._runtime.spawn(self._http.serve(), "http")
+        if self.http is not None:
+            log.info("listening_http", address=self.http.bind())
+            self._serving = self._runtime.spawn(self.http.serve(), "http")
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")
         self._names = self._runtime.spawn(self._router.follow_names(), "names")
 
@@ -78,21 +78,21 @@ class RouterDaemon(Daemon):
         HTTP clients know nothing of either before they ask: for a moment they are still answered, each a last time.
         """
         self._runtime.server.retire()
-        if self._http is not None:
-            self._http.begin_retiring()
-            if self._http.may_be_asked:
+        if self.http is not None:
+            self.http.begin_retiring()
+            if self.http.may_be_asked:
                 await asyncio.sleep(_HTTP_LINGER_S)
-            self._http.retire()
+            self.http.retire()
         # Streams and connections end in code that knows no waiting.
-        while self._router.num_streams or (self._http is not None and self._http.num_connections):  # noqa: ASYNC110
+        while self._router.num_streams or (self.http is not None and self.http.num_connections):  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
         for task in (self._clock, self._names):
             if task is not None:
                 task.cancel()
-        if self._http is not None:
-            self._http.stop()
+        if self.http is not None:
+            self.http.stop()
         if self._serving is not None:
             await asyncio.wait((self._serving,), timeout=_HTTP_STOP_S)
         await self._router.close()

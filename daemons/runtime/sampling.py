@@ -78,7 +78,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     # for those with a seed, which hardly come again (what reaches schedulers and workers has one).
     if message.HasField("seed") or message.ByteSize() > _REMEMBERED_BYTES:
         return _sampling_of(message)
-    return _known_sampling(message.SerializeToString(deterministic=True))
+    return known_sampling(message.SerializeToString(deterministic=True))
 
 
 def _sampling_of(message: common_pb2.SamplingParams) -> Sampling:
@@ -135,7 +135,7 @@ def stop_from_proto(message: common_pb2.StopParams) -> Stop:
     """Checks and converts. Raises INVALID_ARGUMENT or TOO_MANY_STOPS."""
     if message.ByteSize() > _REMEMBERED_BYTES:
         return _stop_of(message)
-    return _known_stop(message.SerializeToString(deterministic=True))
+    return known_stop(message.SerializeToString(deterministic=True))
 
 
 def _stop_of(message: common_pb2.StopParams) -> Stop:
@@ -184,12 +184,12 @@ def check_stops(stops: Collection[str]) -> None:
 
 
 @lru_cache(_REMEMBERED)
-def _known_sampling(data: bytes) -> Sampling:
+def known_sampling(data: bytes) -> Sampling:
     return _sampling_of(common_pb2.SamplingParams.FromString(data))
 
 
 @lru_cache(_REMEMBERED)
-def _known_stop(data: bytes) -> Stop:
+def known_stop(data: bytes) -> Stop:
     return _stop_of(common_pb2.StopParams.FromString(data))
 
 

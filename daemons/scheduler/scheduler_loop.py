@@ -158,7 +158,7 @@ class SchedulerLoop:
         try:
             self._begin(claimed)
             reading = asyncio.ensure_future(self._read(claimed))
-            await self._drive(claimed)
+            await self.drive(claimed)
         except RefusedPlan as refusal:
             refused_step, error = refusal.step_id, refusal.error
             log.warning("plan_refused", step_id=refused_step, reason=error.reason_name, error=error.message)
@@ -200,13 +200,21 @@ class SchedulerLoop:
     async def _read(self, claimed: ClaimedGroup) -> None:
         try:
             async for results in claimed.stream.results():
-                self._results.append(results)
-                self._wake.set()
+                self.received(results)
         except Exception as loss:
-            self._loss = loss
-            self._wake.set()
+            self.lost(loss)
 
-    async def _drive(self, claimed: ClaimedGroup) -> None:
+    def received(self, results: Sequence[StepResult]) -> None:
+        """One result of each data-parallel rank came; the loop takes it in its next turn."""
+        self._results.append(results)
+        self._wake.set()
+
+    def lost(self, loss: Exception) -> None:
+        """The worker's stream is lost: the epoch ends in the loop's next turn."""
+        self._loss = loss
+        self._wake.set()
+
+    async def drive(self, claimed: ClaimedGroup) -> None:
         """Serves until the epoch ends; raises the error that ended it."""
         puts = GrammarPuts(self.planner, claimed.stream, self.notify)
         calls = TransferCalls(
@@ -232,7 +240,7 @@ class SchedulerLoop:
             await self._wake.wait()
             self._wake.clear()
             while self._results:
-                self._take(self._results.popleft())
+                self.take(self._results.popleft())
             if self._loss is not None:
                 raise self._loss
             if self._has_first_tokens and self.planner.num_in_flight:
@@ -252,7 +260,7 @@ class SchedulerLoop:
             is_computing = any(step.plan.has_forward for step in steps)
             self._progress.work_pending(num_pending, patience_s=self._timeout.limit_s(oldest) if is_computing else 0.0)
 
-    def _take(self, results: Sequence[StepResult]) -> None:
+    def take(self, results: Sequence[StepResult]) -> None:
         """One result of each data-parallel rank."""
         result = self.planner.joined(results)
         now = self._clock()

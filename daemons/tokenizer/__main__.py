@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.gates.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.daemons.runtime.settings import load_settings
@@ -23,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TokenizerDaemon(runtime, settings)
 
     limits = UnaryLimits(max_message_bytes=MAX_MESSAGE_BYTES, max_bytes=settings.max_queued_bytes)
-    return run_daemon("tokenizer", settings, build, limits)
+    # A router opens one, and another one when it has lost that.
+    stream_limits = StreamLimits(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=2)
+    return run_daemon("tokenizer", settings, build, limits, stream_limits)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ class TokenizerDaemon(Daemon):
                 memory_bytes=settings.grammar_memory_bytes,
             ),
         )
-        runtime.server.add(
-            tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-            TokenizerService(self._loaded_codec, self._queue, self._grammars, runtime.metrics, runtime.tracer),
+        self._service = TokenizerService(
+            self._loaded_codec, self._queue, self._grammars, runtime.metrics, runtime.tracer
         )
+        runtime.server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, self._service)
 
     async def load(self) -> None:
         self._codec = await asyncio.to_thread(self._load)
@@ -47,6 +47,7 @@ class TokenizerDaemon(Daemon):
         await self._queue.wait_until_idle()
 
     async def close(self) -> None:
+        self._service.close()
         self._queue.close()
         self._grammars.close()
 

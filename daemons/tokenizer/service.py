@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 
@@ -14,7 +15,7 @@ from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
-from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Tracer, current_context
+from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Tracer, current_context, is_traceparent
 from radixmesh.daemons.tokenizer.chat import (
     Chat,
     check_chat_size,
@@ -23,6 +24,7 @@ from radixmesh.daemons.tokenizer.chat import (
     read_template_args,
     read_tools,
 )
+from radixmesh.daemons.tokenizer.encode_calls import EncodeCalls
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler
 from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, TextItem
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
@@ -49,17 +51,53 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._queue = queue
         self._metrics = metrics
         self._tracer = tracer
+        self._streams: set[EncodeCalls] = set()
+
+    def close(self) -> None:
+        """Ends all streams: the server would wait for them when it stops."""
+        for calls in self._streams:
+            calls.finish()
 
     async def Encode(
         self,
         request: tokenizer_pb2.EncodeRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
     ) -> tokenizer_pb2.EncodeResponse:
-        since_s, context_of_caller = time.monotonic(), current_context()
-        is_short = request.ByteSize() <= _SHORT_BYTES and all(
-            item.WhichOneof("input") == "text" for item in request.items
+        return await self._encode(request, current_context())
+
+    # A coroutine that writes itself, where the stub foresees a generator: answers come in another order than calls.
+    async def EncodeEach(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[tokenizer_pb2.EncodeEachRequest],
+        context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeEachRequest, tokenizer_pb2.EncodeEachResponse],
+    ) -> None:
+        calls = EncodeCalls(self._encode_call, self._is_quick, self._metrics.count_error)
+        self._streams.add(calls)
+        reader = asyncio.ensure_future(calls.read_all(request_iterator))
+        try:
+            while (answer := await calls.next_answer()) is not None:
+                await context.write(answer)
+            if reader.done():
+                reader.result()
+        finally:
+            self._streams.discard(calls)
+            calls.close()
+            reader.cancel()
+            await asyncio.wait((reader,))
+
+    def _is_quick(self, call: tokenizer_pb2.EncodeEachRequest) -> bool:
+        return _is_short(call.request) and self._queue.is_idle
+
+    async def _encode_call(self, call: tokenizer_pb2.EncodeEachRequest) -> tokenizer_pb2.EncodeResponse:
+        return await self._encode(call.request, call.trace_context if is_traceparent(call.trace_context) else "")
+
+    async def _encode(
+        self, request: tokenizer_pb2.EncodeRequest, context_of_caller: str
+    ) -> tokenizer_pb2.EncodeResponse:
+        since_s = time.monotonic()
+        answer = await self._queue.run(
+            _encode(self._codec, request), tenant=request.tenant, is_short=_is_short(request)
         )
-        answer = await self._queue.run(_encode(self._codec, request), tenant=request.tenant, is_short=is_short)
         end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
         self._metrics.encode_seconds.observe(end_s - since_s)
         self._metrics.encoded_tokens.inc(num_tokens)
@@ -96,6 +134,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[tokenizer_pb2.GetVocabularyRequest, tokenizer_pb2.GetVocabularyResponse],
     ) -> tokenizer_pb2.GetVocabularyResponse:
         return await self._queue.run(in_one_step(lambda: _describe(self._codec(), self._grammars.format)))
+
+
+def _is_short(request: tokenizer_pb2.EncodeRequest) -> bool:
+    return request.ByteSize() <= _SHORT_BYTES and all(item.WhichOneof("input") == "text" for item in request.items)
 
 
 def _encode(

@@ -69,6 +69,11 @@ class WorkQueue:
         self._is_idle.set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
+    @property
+    def is_idle(self) -> bool:
+        """True while no call waits or runs: a short one is answered without waiting for anything."""
+        return not self._num_queued
+
     async def run(self, steps: Generator[int, None, _T], *, tenant: str = "", is_short: bool = False) -> _T:
         """The generator's result, or what it raises. Raises MeshError OVERLOADED when too much waits, NOT_SERVING.
 
@@ -81,7 +86,7 @@ class WorkQueue:
         except MeshError:
             steps.close()
             raise
-        if is_short and not self._num_queued:
+        if is_short and self.is_idle:
             return _run_whole(steps)
         call = _Call(
             steps=cast("Generator[int, None, object]", steps),

@@ -79,6 +79,7 @@ class WorkerDaemon(Daemon):
             max_tokens_per_step=self._settings.max_tokens_per_step,
             blobs=self.core.blobs,
             grammars=model.grammars,
+            guides=model.guides,
         )
         if executor.host is not None:
             executor.host.metrics = self._metrics
@@ -92,6 +93,8 @@ class WorkerDaemon(Daemon):
     async def close(self) -> None:
         self.core.close()
         executor = self.core.executor
+        if executor is not None:
+            await asyncio.to_thread(executor.close)
         if executor is not None and executor.host is not None:
             await asyncio.to_thread(executor.host.close)
 

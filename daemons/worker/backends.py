@@ -26,9 +26,11 @@ from radixmesh.daemons.runtime.model_folder.generation_config import read_sampli
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.guided.guides import jump_forward
+from radixmesh.daemons.worker.guided.guides import Guides, jump_forward
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 from radixmesh.daemons.worker.ranks.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
@@ -41,9 +43,14 @@ if TYPE_CHECKING:
     from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.ranks.group import Group
 
+log = get_logger(__name__)
+
 # Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
 _SIMULATED_TOKENS = 262_144
+# Of a worker with so many cores a quarter, at most so many: 64 rows of 256 each.
+_CORES_A_MASK_PROCESS, _MOST_MASK_PROCESSES = 4, 4
+_MASKS_READY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,8 @@ class LoadedModel:
     identity: common_pb2.ModelIdentity
     grammars: GrammarStore | None = None
     """None: the runner follows no grammars, or their library is not installed."""
+    guides: Guides | None = None
+    """Of outputs that follow grammars; None: the executor has its own."""
 
 
 def check_backend(settings: WorkerSettings) -> None:
@@ -193,6 +202,8 @@ def _load_cuda(
 
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
     grammars = _grammars(folder, settings.grammar_backend)
+    num_processes = 0 if grammars is None else _num_mask_processes(settings)
+    guides = ProcessGuides(num_processes, folder, settings.grammar_backend) if num_processes else None
 
     def verify_drafts(runner: DeviceRunner) -> None:
         if Task.GENERATE not in runner.tasks:
@@ -234,6 +245,7 @@ def _load_cuda(
             tp_collectives=settings.tp_collectives,
             ep_transport=settings.ep_transport,
             two_batch_min_rows=settings.two_batch_min_rows,
+            mask_processes=num_processes,
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
@@ -250,7 +262,30 @@ def _load_cuda(
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
-    return _loaded(settings, folder, runner, fingerprint, grammars)
+    loaded = _loaded(settings, folder, runner, fingerprint, grammars)
+    return loaded if guides is None else replace(loaded, guides=_attached(guides, runner, settings.num_slots))
+
+
+def _num_mask_processes(settings: WorkerSettings) -> int:
+    """0: masks are filled by threads, as where steps verify drafts, whose masks come in chains."""
+    if settings.speculation is not None or settings.jump_forward_tokens or settings.tp_size > 1:
+        return 0
+    if settings.mask_processes is not None:
+        return min(settings.mask_processes, settings.num_slots)
+    most = min(_MOST_MASK_PROCESSES, settings.num_slots)
+    return max(1, min(most, len(os.sched_getaffinity(0)) // _CORES_A_MASK_PROCESS))
+
+
+def _attached(guides: ProcessGuides, runner: DeviceRunner, num_slots: int) -> Guides | None:
+    """The guides with the runner's memory, ready; None: it follows no grammars."""
+    if not runner.takes_grammars or runner.masks.descriptor < 0:
+        guides.close()
+        return None
+    guides.attach(runner.masks, num_slots=num_slots, max_total_len=runner.max_total_len)
+    if not guides.wait_ready(_MASKS_READY_S):
+        # Their outputs wait until they are; all others can be served.
+        log.warning("mask_processes_not_ready", waited_s=_MASKS_READY_S)
+    return guides
 
 
 def _fingerprint(settings: WorkerSettings, folder: Path) -> str:

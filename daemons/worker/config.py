@@ -19,6 +19,7 @@ from radixmesh.daemons.worker.speculation.settings import Speculation, Speculati
 
 _MIB = 1024 * 1024
 _MOST_REDUNDANT = 4096
+_MOST_MASK_PROCESSES = 64
 _MODEL_IMPLS = ("auto", "radixmesh", "transformers")
 _TP_COLLECTIVES = ("auto", "peer", "nccl", "host")
 _EP_TRANSPORTS = ("auto", "nccl", "nixl", "deepep", "host")
@@ -48,6 +49,11 @@ class WorkerSettings(CommonSettings):
     max_plans_in_flight: int = setting(8, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
+    mask_processes: int | None = setting(
+        None,
+        "CUDA: processes that follow grammars beside the worker; none: by its "
+        "cores, 1 to 4; 0: threads of the worker do, as where steps verify drafts",
+    )
     jump_forward_tokens: int = setting(0, "CPU and CUDA: most tokens of a text that a grammar forces which one step "
         "verifies at once; 0: none")  # fmt: skip
     speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
@@ -151,6 +157,9 @@ class WorkerSettings(CommonSettings):
         if not 0 <= self.jump_forward_tokens < MAX_TOKENS_PER_ROW:
             most = MAX_TOKENS_PER_ROW - 1
             raise ValueError(f"{_flag('jump_forward_tokens')} must be in [0, {most}], not {self.jump_forward_tokens}")
+        if self.mask_processes is not None and not 0 <= self.mask_processes <= _MOST_MASK_PROCESSES:
+            most = _MOST_MASK_PROCESSES
+            raise ValueError(f"{_flag('mask_processes')} must be in [0, {most}], not {self.mask_processes}")
         has_jumps = self.backend in (Backend.CPU, Backend.CUDA) and self.tp_size == self.ep_size == 1
         if self.jump_forward_tokens and not has_jumps:
             raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu or cuda with --tp-size 1 and --ep-size 1 "

@@ -23,14 +23,14 @@ from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigure
 from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
-from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
 from radixmesh.daemons.worker.plans.plans_in_flight import PlansInFlight
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
-from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.ranks.build import build_of_worker
 from radixmesh.daemons.worker.ranks.group_formation import GroupFormation

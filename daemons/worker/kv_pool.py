@@ -87,14 +87,14 @@ class KvPool(KvPlanes):
             ) from error
         sizes = {plane.name: plane.row_shape[-1] for plane in layout.planes}
         self._stored = stored
-        self._planes = {name: plane[..., : sizes[name]] for name, plane in stored.items()}
-        self._token_views = {
+        self.planes = {name: plane[..., : sizes[name]] for name, plane in stored.items()}
+        self.token_views = {
             (name, layer): plane[layer].flatten(0, 1)[..., : sizes[name]]
             for name, plane in stored.items()
             for layer in range(layout.num_layers)
         }
-        self._copied = [plane.flatten(1, 2) for plane in self._planes.values()]
-        self._has_kernels = device.type == "cuda" and all(plane[0, 0].is_contiguous() for plane in self._copied)
+        self.copied = [plane.flatten(1, 2) for plane in self.planes.values()]
+        self.has_kernels = device.type == "cuda" and all(plane[0, 0].is_contiguous() for plane in self.copied)
         for name, plane in stored.items():
             plane[:, num_pages] = 0
             plane[..., sizes[name] :] = 0
@@ -107,22 +107,22 @@ class KvPool(KvPlanes):
     @property
     def plane_names(self) -> tuple[str, ...]:
         """Of the layout."""
-        return tuple(self._planes)
+        return tuple(self.planes)
 
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
-        return self._token_views[plane, layer]
+        return self.token_views[plane, layer]
 
     def scales(self, layer: int) -> KvScales | None:
         return None if self._scales is None else self._scales[layer]
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the first tokens of a page, in all layers and planes."""
-        for plane in self._planes.values():
+        for plane in self.planes.values():
             plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
 
     def copy_tokens(self, source: slice, target: slice) -> None:
         """Copies tokens, by their numbers in the pool, in all layers and planes; the two do not overlap."""
-        for view in self._token_views.values():
+        for view in self.token_views.values():
             view[target] = view[source]
 
     def token_planes(self) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ class KvPool(KvPlanes):
 
     def move_tokens(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies tokens, int64 numbers of the pool, in all layers and planes: all are read before any is written."""
-        for view in self._token_views.values():
+        for view in self.token_views.values():
             rows = view.view(torch.uint8)
             rows[targets] = rows[sources]
 
@@ -139,29 +139,27 @@ class KvPool(KvPlanes):
         """KV of tokens, int32 numbers of the pool, as uint8: in chunks of CHUNK_TOKENS, of each the rows of plane after
         plane, layer after layer. part: heads of `share`, None: all of them."""
         data = torch.empty(len(indexes) * self.part_bytes(part), dtype=torch.uint8, device=indexes.device)
-        if self._has_kernels:
+        if self.has_kernels:
             # Imported where there is a GPU: other machines need no Triton.
             from radixmesh.kernels.kv_copy import gather_rows
 
-            gather_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, data)
+            gather_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, data)
             return data
         for piece, chunk in self._chunks(indexes, data):
-            rows = [
-                view[:, self._heads(part)].view(torch.uint8)[chunk].flatten() for view in self._token_views.values()
-            ]
+            rows = [view[:, self._heads(part)].view(torch.uint8)[chunk].flatten() for view in self.token_views.values()]
             piece.copy_(torch.cat(rows))
         return data
 
     def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor, part: KvShare | None = None) -> None:
         """Writes what read_tokens() gave of as many tokens and heads, from this pool or from one with rows alike."""
-        if self._has_kernels:
+        if self.has_kernels:
             from radixmesh.kernels.kv_copy import scatter_rows
 
-            scatter_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, data)
+            scatter_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, data)
             return
         for piece, chunk in self._chunks(indexes, data):
             start = 0
-            for view in self._token_views.values():
+            for view in self.token_views.values():
                 rows = view[:, self._heads(part)].view(torch.uint8)
                 num = len(chunk) * math.prod(rows.shape[1:])
                 rows[chunk] = piece[start : start + num].view(len(chunk), *rows.shape[1:])
@@ -170,26 +168,26 @@ class KvPool(KvPlanes):
     @property
     def copies_by_address(self) -> bool:
         """True if there are gather_to() and scatter_from()."""
-        return self._has_kernels or self._copied[0].device.type == "cpu"
+        return self.has_kernels or self.copied[0].device.type == "cpu"
 
     def gather_to(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
         """read_tokens() to memory that this pool's device reaches, and no tensor has: another device's, for one."""
-        if not self._has_kernels:
+        if not self.has_kernels:
             data = self.read_tokens(indexes, part)
             _bytes_at(address, len(data)).copy_(data)
             return
         from radixmesh.kernels.kv_copy import gather_rows
 
-        gather_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
+        gather_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, address)
 
     def scatter_from(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
         """write_tokens() of memory as of gather_to()."""
-        if not self._has_kernels:
+        if not self.has_kernels:
             self.write_tokens(indexes, _bytes_at(address, len(indexes) * self.part_bytes(part)), part)
             return
         from radixmesh.kernels.kv_copy import scatter_rows
 
-        scatter_rows([plane[:, :, self._heads(part)] for plane in self._copied], indexes, address)
+        scatter_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, address)
 
     def part_bytes(self, part: KvShare | None) -> int:
         """Bytes of a token in read_tokens()."""
@@ -236,7 +234,7 @@ class KvPool(KvPlanes):
 
     def clear(self) -> None:
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
-        for plane in self._planes.values():
+        for plane in self.planes.values():
             plane[:, : self.num_pages] = float("nan")
 
 

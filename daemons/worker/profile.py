@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.plans.private_folder import PrivateFolder
+from radixmesh.daemons.worker.plans.files.private_folder import PrivateFolder
 from radixmesh.worker.v1 import worker_pb2
 
 if TYPE_CHECKING:

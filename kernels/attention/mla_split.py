@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.attention.split_kv import LOG2_E
-from radixmesh.kernels.attention.split_pieces import LOWEST, Tails, tail_index, token_index
+from radixmesh.kernels.attention.split_pieces import LOWEST, Tails, query_lanes, tail_index, token_index
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
 
 # Floats that a merge adds at once, and parts whose loads are under way together.
@@ -144,15 +144,14 @@ def _mla_split_kernel(
     slot = tl.load(slots_ptr + unit)
     c = tl.arange(0, RP)
     e = tl.arange(0, ROPE_P)
-    m = tl.arange(0, M)
-    m_member = m // HEADS
     n = tl.arange(0, BLOCK_N)
     if PDL:
         # Queries, the rows' own latents and parts of prefixes come from the kernels ahead.
         tl.extra.cuda.gdc_wait()
 
     while work < work_end:
-        # Position within the unit: block of heads, and tiles [tile, last) of it.
+        # Position within the unit: block of heads, and tiles [tile, last) of it. `_unit_tiles` of split_kv.py would be
+        # other instructions in one of the launches (sm_90: 3,784 for 3,776).
         tiles = unit_end - unit_begin
         head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
@@ -167,28 +166,12 @@ def _mla_split_kernel(
             kv_begin = tl.load(begins_ptr + unit)
         table_ptr = page_tables_ptr + slot.to(tl.int64) * table_stride
 
-        if members_ptr is None:
-            m_row = unit + m * 0
-            is_query = m < HEADS
-        else:
-            m_row = tl.load(members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1)
-            is_query = m_row >= 0
-        m_lane = m_row * H + head_block * HEADS + m % HEADS
+        m_lane, is_query = query_lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, "")
         q_at = q_ptr + m_lane.to(tl.int64)[:, None] * C
         q = tl.load(q_at + c[None, :], mask=is_query[:, None] & (c < R)[None, :], other=0.0)
         q_rope = tl.load(q_at + R + e[None, :], mask=is_query[:, None] & (e < ROPE)[None, :], other=0.0)
 
-        highest = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, RP], tl.float32)
-        if initial_ptr is not None:
-            # Only the unit's first tile continues a prefix.
-            is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
-            highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
-            total = tl.where(is_continued, 1.0, 0.0)
-            initial_at = initial_ptr + m_lane.to(tl.int64)[:, None] * R + c[None, :]
-            acc = tl.load(initial_at, mask=is_continued[:, None] & (c < R)[None, :], other=0.0)
-
+        highest, total, acc = _softmax_before(initial_ptr, initial_lse_ptr, m_lane, is_query, tile, kv_begin, R, RP, M)
         for t in tl.range(tile, last, num_stages=STAGES):
             position = kv_begin + t * BLOCK_N + n
             is_in = position < kv_end
@@ -214,11 +197,7 @@ def _mla_split_kernel(
         lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
         if members_ptr is not None:
             # Read again (.cg: not the load above), or registers would be held through the loop.
-            m_row = tl.load(
-                members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1, cache_modifier=".cg"
-            )
-            is_query = m_row >= 0
-            m_lane = m_row * H + head_block * HEADS + m % HEADS
+            m_lane, is_query = query_lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ".cg")
         partial = 2 * program + (tile == 0).to(tl.int32)
         if out_ptr is None:
             # A program may have several whole units, but one part before them and one behind.
@@ -250,6 +229,26 @@ def _mla_split_kernel(
             unit_end = tl.load(tile_starts_ptr + unit + 1)
             kv_end = tl.load(ends_ptr + unit)
             slot = tl.load(slots_ptr + unit)
+
+
+@triton.jit
+def _softmax_before(
+    initial_ptr, initial_lse_ptr, lane, is_query, tile, kv_begin, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr
+):
+    """The softmax that a unit's tiles continue, of a prefix or of nothing: highest and total [M], sums [M, RP]."""
+    m = tl.arange(0, M)
+    c = tl.arange(0, RP)
+    highest = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, RP], tl.float32)
+    if initial_ptr is not None:
+        # Only the unit's first tile continues a prefix.
+        is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
+        highest = tl.load(initial_lse_ptr + lane, mask=is_continued, other=LOWEST)
+        total = tl.where(is_continued, 1.0, 0.0)
+        initial_at = initial_ptr + lane.to(tl.int64)[:, None] * R + c[None, :]
+        acc = tl.load(initial_at, mask=is_continued[:, None] & (c < R)[None, :], other=0.0)
+    return highest, total, acc
 
 
 @triton.jit

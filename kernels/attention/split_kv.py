@@ -29,6 +29,7 @@ from radixmesh.kernels.attention.split_pieces import (
     fp8_pairs,
     merge_parts,
     prefetch_tile,
+    query_lanes,
     query_pairs,
     soft_capped,
     store_dims,
@@ -91,8 +92,8 @@ def split_attention(
     )  # fmt: skip
 
 
-# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots. In one piece:
-# what it called instead would be compiled to the same instructions in another order, with other registers.
+# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots. Its pieces
+# are those that leave registers, spills, shared memory and numbers of instructions as they were without (sm_90).
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr", "tail_starts_ptr"],
@@ -141,43 +142,21 @@ def _split_attention_kernel(
     column_dim = column % KDP
     kv_column = column if D == DP else column_head * KD + column_dim
     m = tl.arange(0, M)
-    m_member = m // UNIT_HEADS
     m_head = m % UNIT_HEADS
     n = tl.arange(0, BLOCK_N)
-    r = tl.arange(0, PART_ROWS)
-    d = tl.arange(0, DP)
 
     while work < work_end:
-        # Position within the unit: block of heads, and tiles [tile, last) of it.
         unit_begin = tl.load(tile_starts_ptr + unit)
         unit_end = tl.load(tile_starts_ptr + unit + 1)
-        tiles = unit_end - unit_begin
-        head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
-        block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
-        tile = work - block_work
-        last = tl.minimum(tiles, work_end - block_work)
-        if IS_WHOLE:
-            last = tiles
-            # It started in the share of a program before.
-            tile = tl.where(tile > 0, tiles, 0)
+        tiles, head_block, block_work, tile, last = _unit_tiles(
+            unit_begin, unit_end, work, work_end, HEAD_BLOCKS, IS_WHOLE
+        )
         kv_end = tl.load(ends_ptr + unit)
-        kv_begin = 0
-        if begins_ptr is not None:
-            kv_begin = tl.load(begins_ptr + unit)
-        if WINDOW is not None:
-            kv_begin = tl.maximum(kv_end - WINDOW, 0)
-        if CHUNK is not None:
-            kv_begin = tl.maximum(kv_end - 1, 0) // CHUNK * CHUNK
+        kv_begin = _kv_begin(begins_ptr, unit, kv_end, WINDOW, CHUNK)
         table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
 
         # The unit's queries, block-diagonally.
-        if members_ptr is None:
-            m_row = unit + m * 0
-            is_query = m < UNIT_HEADS
-        else:
-            m_row = tl.load(members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1)
-            is_query = m_row >= 0
-        m_lane = m_row * H + head_block * UNIT_HEADS + m_head
+        m_lane, is_query = query_lanes(members_ptr, unit, head_block, H, UNIT_HEADS, MEMBERS, M, "")
         lane_offset = m_lane[:, None] * D + column_dim[None, :] * PACK
         is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
         if D != DP:
@@ -190,26 +169,10 @@ def _split_attention_kernel(
         if PACK == 2:
             q, q_odd, power = query_pairs(q, tl.load(q_ptr + lane_offset + 1, mask=is_own, other=0.0))
 
-        highest = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, HEADS * KDP], tl.float32)
-        acc_odd = acc
-        if initial_ptr is not None:
-            # Only the unit's first tile continues a prefix.
-            is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
-            highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
-            total = tl.where(is_continued, 1.0, 0.0)
-            acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
-            if PACK == 2:
-                acc_odd = tl.load(initial_ptr + lane_offset + 1, mask=is_own & is_continued[:, None], other=0.0)
-
-        if sinks_ptr is not None:
-            # The unit's first tile has them.
-            has_sink = is_query & (m * 0 + tile == 0)
-            sink = tl.load(sinks_ptr + head_block * UNIT_HEADS + m_head, mask=has_sink, other=0.0).to(tl.float32)
-            highest = tl.where(has_sink, sink * 1.4426950408889634, LOWEST)
-            total = tl.where(has_sink, 1.0, 0.0)
-
+        highest, total, acc, acc_odd = _softmax_before(
+            initial_ptr, initial_lse_ptr, sinks_ptr, m_lane, lane_offset, is_query, is_own,
+            head_block * UNIT_HEADS + m_head, tile, kv_begin, M, HEADS * KDP, PACK,
+        )  # fmt: skip
         keys_block_ptr = keys_ptr + head_block * (HEADS * KD)
         values_block_ptr = values_ptr + head_block * (HEADS * KD)
         for t in tl.range(tile, last, num_stages=STAGES):
@@ -250,11 +213,7 @@ def _split_attention_kernel(
         lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
         if members_ptr is not None:
             # Read again (.cg: not the load above), or a register an output would be held through the loop.
-            m_row = tl.load(
-                members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1, cache_modifier=".cg"
-            )
-            is_query = m_row >= 0
-            m_lane = m_row * H + head_block * UNIT_HEADS + m_head
+            m_lane, is_query = query_lanes(members_ptr, unit, head_block, H, UNIT_HEADS, MEMBERS, M, ".cg")
             lane_offset = m_lane[:, None] * D + column_dim[None, :] * PACK
             is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
             if D != DP:
@@ -275,24 +234,89 @@ def _split_attention_kernel(
             arrived = tl.atomic_add(arrivals_ptr + first_program, 1, sem="acq_rel")
             if arrived == num_parts - 1:
                 tl.store(arrivals_ptr + first_program, 0)
-                merged, merged_lse = merge_parts(
-                    parts_ptr, part_lses_ptr, first_program, num_parts, PART_ROWS, DP, MERGED_AT_ONCE
-                )
-                if members_ptr is None:
-                    r_row = unit + r * 0
-                    is_row = r < UNIT_HEADS
-                else:
-                    r_member = r // UNIT_HEADS
-                    r_row = tl.load(members_ptr + unit * MEMBERS + r_member, mask=r_member < MEMBERS, other=-1)
-                    is_row = r_row >= 0
-                r_lane = r_row * H + head_block * UNIT_HEADS + r % UNIT_HEADS
-                is_out = is_row[:, None] & (d < D)[None, :]
-                tl.store(out_ptr + r_lane[:, None] * D + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_out)
-                if out_lse_ptr is not None:
-                    tl.store(out_lse_ptr + r_lane, merged_lse, mask=is_row)
+                _merge_unit(
+                    parts_ptr, part_lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first_program,
+                    num_parts, H, D, DP, UNIT_HEADS, MEMBERS, PART_ROWS, MERGED_AT_ONCE,
+                )  # fmt: skip
         work = block_work + last
         if work >= unit_end * HEAD_BLOCKS:
             unit += 1
     if PDL:
         # Programs without work wait as well: when this kernel is over, those ahead of it are.
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _merge_unit(
+    parts_ptr, part_lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first_program, num_parts,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, UNIT_HEADS: tl.constexpr, MEMBERS: tl.constexpr,
+    PART_ROWS: tl.constexpr, MERGED_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merges all parts of a unit's block of heads into its outputs."""
+    d = tl.arange(0, DP)
+    merged, merged_lse = merge_parts(parts_ptr, part_lses_ptr, first_program, num_parts, PART_ROWS, DP, MERGED_AT_ONCE)
+    r_lane, is_row = query_lanes(members_ptr, unit, head_block, H, UNIT_HEADS, MEMBERS, PART_ROWS, "")
+    is_out = is_row[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + r_lane[:, None] * D + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_out)
+    if out_lse_ptr is not None:
+        tl.store(out_lse_ptr + r_lane, merged_lse, mask=is_row)
+
+
+@triton.jit
+def _softmax_before(
+    initial_ptr, initial_lse_ptr, sinks_ptr, lane, lane_offset, is_query, is_own, head, tile, kv_begin,
+    M: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """The softmax that a unit's tiles continue: a prefix's, that of sinks, or none. highest, total [M]; sums of values
+    [M, COLUMNS], of an FP8 pool of even and of odd dims."""
+    m = tl.arange(0, M)
+    highest = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, COLUMNS], tl.float32)
+    acc_odd = acc
+    if initial_ptr is not None:
+        # Only the unit's first tile continues a prefix.
+        is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
+        highest = tl.load(initial_lse_ptr + lane, mask=is_continued, other=LOWEST)
+        total = tl.where(is_continued, 1.0, 0.0)
+        acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
+        if PACK == 2:
+            acc_odd = tl.load(initial_ptr + lane_offset + 1, mask=is_own & is_continued[:, None], other=0.0)
+    if sinks_ptr is not None:
+        # The unit's first tile has them.
+        has_sink = is_query & (m * 0 + tile == 0)
+        sink = tl.load(sinks_ptr + head, mask=has_sink, other=0.0).to(tl.float32)
+        highest = tl.where(has_sink, sink * 1.4426950408889634, LOWEST)
+        total = tl.where(has_sink, 1.0, 0.0)
+    return highest, total, acc, acc_odd
+
+
+@triton.jit
+def _kv_begin(begins_ptr, unit, kv_end, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that a unit's rows attend to."""
+    begin = 0
+    if begins_ptr is not None:
+        begin = tl.load(begins_ptr + unit)
+    if WINDOW is not None:
+        begin = tl.maximum(kv_end - WINDOW, 0)
+    if CHUNK is not None:
+        begin = tl.maximum(kv_end - 1, 0) // CHUNK * CHUNK
+    return begin
+
+
+@triton.jit
+def _unit_tiles(unit_begin, unit_end, work, work_end, HEAD_BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """The position of a share within a unit whose tiles are [unit_begin, unit_end) for each block of heads.
+
+    Returns tiles of a block; the block; the share index of its first tile; and the tiles [first, last) of it that
+    belong to this share, none where IS_WHOLE and the block began in the share of a program before.
+    """
+    tiles = unit_end - unit_begin
+    head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
+    block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
+    tile = work - block_work
+    last = tl.minimum(tiles, work_end - block_work)
+    if IS_WHOLE:
+        last = tiles
+        tile = tl.where(tile > 0, tiles, 0)
+    return tiles, head_block, block_work, tile, last

@@ -169,3 +169,20 @@ def prefetch_tile(
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [(keys_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(asm, "=r,l", [(values_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def query_lanes(
+    members_ptr, unit, head_block, H: tl.constexpr, UNIT_HEADS: tl.constexpr, MEMBERS: tl.constexpr,
+    M: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Indexes [M] of a unit's queries in [rows x H] for a block of heads, and which of them there are."""
+    m = tl.arange(0, M)
+    if members_ptr is None:
+        row = unit + m * 0
+        is_query = m < UNIT_HEADS
+    else:
+        member = m // UNIT_HEADS
+        row = tl.load(members_ptr + unit * MEMBERS + member, mask=member < MEMBERS, other=-1, cache_modifier=CACHE)
+        is_query = row >= 0
+    return row * H + head_block * UNIT_HEADS + m % UNIT_HEADS, is_query

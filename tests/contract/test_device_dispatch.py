@@ -110,7 +110,7 @@ class Ranks:
     def buffers(self) -> list[FakeNixlEp.Buffer | FakeDeepEp.Buffer]:
         """The library's ends, of transports by one."""
         dispatches = [dispatch for dispatch in self.dispatches if isinstance(dispatch, BufferDispatch)]
-        return [dispatch._buffer._buffer for dispatch in dispatches]  # type: ignore[union-attr]
+        return [dispatch.buffer.buffer for dispatch in dispatches]  # type: ignore[union-attr]
 
     def close(self) -> None:
         for member in self.members:

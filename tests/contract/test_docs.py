@@ -213,3 +213,13 @@ def test_the_page_of_clients_tells_one_run_of_all() -> None:
         assert tuple(outcome[name]["checked"]) == client.checks and (ROOT / client.code).exists(), name
     page = (ROOT / "docs" / "clients.md").read_text()
     assert page == client_list.in_page(page), "run: python tests/support/client_list.py docs/clients.md"
+
+
+def test_the_trip_has_one_number_of_files_and_all_of_them_exist() -> None:
+    page = (ROOT / "docs" / "trip.md").read_text(encoding="utf-8")
+    counted = json.loads((ROOT / "bench" / "results" / "trip.json").read_text(encoding="utf-8"))["latest"]
+    files = re.findall(r"^\| `(daemons/[\w/]+\.py)` \|", page, re.MULTILINE)
+    assert len(files) == len(set(files)) == counted["num_files"] and all((ROOT / file).is_file() for file in files)
+    assert f"\n{len(files)} files.\n" in page and f": {len(files)} at commit\n{counted['commit']}," in page
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"lists all files that it passes ({len(files)})" in architecture

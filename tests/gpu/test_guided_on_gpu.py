@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 pytest.importorskip("xgrammar")
@@ -67,6 +71,39 @@ def test_guided_rows_are_those_of_the_cpu_worker(expected, cuda_graphs, lag, pag
     assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
     assert run.late_by_slot[1] == run.late_by_slot[3] == 0
     print({"lag": lag, "late": run.late_by_slot, "texts": [text_of(tokens) for tokens in run.tokens][:3]})
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_masks_of_processes_are_those_of_the_cpu_worker(expected, lag):
+    """Memory that processes share is page-locked, and copied from."""
+    settings = replace(
+        TINY_SETTINGS,
+        attention_backend="triton",
+        num_pages=2048,
+        page_size=16,
+        cuda_graphs=True,
+        tune_gemm=False,
+        mask_processes=2,
+    )
+    guides = ProcessGuides(2, MODEL, "xgrammar")
+    try:
+        runner = load_cuda_runner(MODEL, settings)
+        guides.attach(runner.masks, num_slots=8, max_total_len=runner.max_total_len)
+        assert guides.wait_ready(120)
+        run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5, guides=guides)
+        assert len(guides) == 4
+        deadline, has_killed = time.monotonic() + 200, False
+        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+            assert time.monotonic() < deadline, run.tokens
+            run.run(20, lag=lag)
+            if not has_killed and len(run.tokens[0]) > 4:
+                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
+                has_killed = True
+    finally:
+        guides.close()
+    got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
+    assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
+    assert run.late_by_slot[1] == run.late_by_slot[3] == 0
 
 
 @pytest.mark.parametrize(("lag", "max_drafts", "max_forced"), [(0, 4, 4), (2, 7, 7), (2, 3, 0)])

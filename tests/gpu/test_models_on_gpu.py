@@ -287,7 +287,7 @@ def test_models_without_a_family_give_the_logits_and_ids_of_transformers(
     settings = replace(SETTINGS, page_size=16, cuda_graphs=cuda_graphs, model_impl="transformers")
     runner = load_cuda_runner(tmp_path, settings)
     assert isinstance(runner, DeviceRunner)
-    is_captured = bool(runner._decodes.graphs.sizes)
+    is_captured = bool(runner.forwards.decodes.graphs.sizes)
     assert is_captured == cuda_graphs or "Olmoe" in architecture
     _check_logits_and_ids(runner, model, architecture)
 

@@ -30,7 +30,7 @@ STOPS = (64, f"{D}runtime.sampling:check_stops")
 # Read as arrays of one message at most, and dropped: no runner speculates yet.
 DRAFTS = (64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")
 # Pages and host pages that are compared with the worker's.
-MOVES = (64 << 20, f"{D}worker.plans.host_tier:check_moves")
+MOVES = (64 << 20, f"{D}worker.plans.tiers.host_tier:check_moves")
 PLAN_COUNT = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 
 
@@ -114,6 +114,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows("router.v1.MoveOutputsRequest", request_id=REQUEST_ID, from_address=ADDRESS, to_address=ADDRESS),
     # Routers to tokenizers.
     **_rows("tokenizer.v1.EncodeRequest", items=(4096, f"{D}tokenizer.text_codec:Limits"), tenant=(64 << 10, WIRE)),
+    **_rows("tokenizer.v1.EncodeEachRequest", trace_context=(16 << 10, f"{D}runtime.encode_calls:MAX_CALL_BYTES")),
     **_rows("tokenizer.v1.CompileGrammarRequest", tenant=(64 << 10, WIRE)),
     **_rows(
         "tokenizer.v1.DecodeRequest",
@@ -226,7 +227,9 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("worker.v1.SnapshotCacheRequest", instance_id=(64 << 10, WIRE)),
     **_rows(
-        "worker.v1.PutBlobRequest", hash=(64 << 10, WIRE), data=(32 << 20, f"{D}worker.plans.blob_store:BlobStore")
+        "worker.v1.PutBlobRequest",
+        hash=(64 << 10, WIRE),
+        data=(32 << 20, f"{D}worker.plans.slots.blob_store:BlobStore"),
     ),
     **_rows("worker.v1.NixlRegion", agent_metadata=NOT_OFFERED_WORKER),
     **_rows("worker.v1.StageRequest", stage_id=(64 << 10, WIRE)),
@@ -259,8 +262,8 @@ BOUNDS: dict[str, Bound] = {
     **_rows(
         "worker.v1.FetchPagesRequest",
         instance_id=(64 << 10, WIRE),
-        ids=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
-        host_pages=(64 << 20, f"{D}worker.plans.store_tier:StoreTier"),
+        ids=(64 << 20, f"{D}worker.plans.tiers.store_tier:StoreTier"),
+        host_pages=(64 << 20, f"{D}worker.plans.tiers.store_tier:StoreTier"),
         cache_namespace=(64 << 10, WIRE),
     ),
     **_rows(

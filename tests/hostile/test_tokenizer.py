@@ -114,6 +114,15 @@ async def test_largest_texts_at_once_stay_within_the_container(tokenizer: tuple[
     check_bystander(seen)
 
 
+async def test_largest_frames_of_streams_at_once_stay_within_the_container(tokenizer: tuple[str, int]) -> None:
+    """They are read to be told that they belong into a call of their own: two of a connection at once."""
+    seen = Seen()
+    request = pb.EncodeRequest.FromString(large_encode(max_tokens=0))
+    frame = pb.EncodeEachRequest(call_id=1, request=request).SerializeToString()
+    await attack(tokenizer, "EncodeEach", frame, seen)
+    check_bystander(seen)
+
+
 async def test_messages_beyond_the_largest_are_not_received(tokenizer: tuple[str, int]) -> None:
     """16 MiB of empty items, 32 at once, were 698 MiB."""
     seen = Seen()

@@ -131,7 +131,7 @@ def test_a_load_waits_for_a_step_or_for_all_and_for_saves_of_its_pages(cuda: Sim
     cuda.use(_driver)
     pool, _ = _pool(cuda)
     pool.wait()
-    stream, step = pool._load_stream, Event()
+    stream, step = pool.load_stream, Event()
     stream.waits.clear()
     one, two = np.array([1], np.int32), np.array([2], np.int32)
     pool.load(one, one, DONE).wait()

@@ -9,7 +9,7 @@ import torch
 from support.plans import admit
 
 from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
+from radixmesh.daemons.worker.cuda.step.inputs.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")

@@ -10,11 +10,14 @@ import torch
 from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY
 from support.replaying_device import ReplayingDevice
+from support.thread_group import ThreadGroup
 
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, DispatchMode, Grant, Release, StepPlan
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
-from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.cuda.step.warm_up.warm_up_steps import warm_up_steps
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
 
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of th
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PROMPT = np.array([20, 31, 5, 77, 42], np.int32)
 NUM_TOKENS = 6
+LOW = DispatchMode.LOW_LATENCY
 SLOTS = 2
 
 
@@ -130,3 +134,31 @@ def test_logits_of_other_pages_leave_a_slots_request_with_its_own() -> None:
         return ids
 
     assert tokens(is_disturbed=True) == tokens(is_disturbed=False)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_ranks_that_share_experts_replay_together_or_not_at_all(mixes: bool) -> None:
+    """At low latency a rank with chunks launches kernel by kernel: over collectives those of the others do so too."""
+    group, device = ThreadGroup(2), ReplayingDevice()
+    settings = replace(
+        TINY_SETTINGS, num_slots=SLOTS, max_tokens_per_step=16, max_total_len=32, page_size=4, cuda_graphs=True
+    )
+    shared = create_shared_out(settings, AllToAllDispatch(group.groups[0]), HostDevice())
+    assert shared is not None and not shared.dispatch.mixes
+    shared.dispatch.can_capture, shared.dispatch.mixes = True, mixes
+    runner = load_device_runner(MODEL.with_name("tiny-deepseek"), settings, device, experts=shared)
+    runner.warm_up()
+    rows = [
+        rows
+        for rows, segments in warm_up_steps(num_slots=SLOTS, max_prompt_len=4, max_tokens_per_step=16, num_decodes=1)
+        if not segments
+    ][-1]
+    num_replayed = []
+    for mode, may_have_chunks in ((LOW, False), (LOW, True), (DispatchMode.NORMAL, False), (LOW, False)):
+        before = len(device.replayed)
+        runner.set_dispatch_mode(mode, 2, may_have_chunks=may_have_chunks)
+        with torch.inference_mode():
+            runner._launch(rows, ()).result()
+        num_replayed.append(len(device.replayed) - before)
+    group.close()
+    assert num_replayed == [1, int(mixes), 0, 1]

@@ -42,7 +42,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 33 rows on 8 experts, tiles have other rows in them; without the mode, libraries would compute so many."""
-    monkeypatch.setattr(kernel_choice, "_kernels_name", lambda settings, device: "triton")
+    monkeypatch.setattr(kernel_choice, "kernels_name", lambda settings, device: "triton")
     runner = load_device_runner(_folder(name, tmp_path), _SETTINGS, HostDevice())
     segments = [_segment(slot, length) for slot, length in enumerate(_LENS, start=1)]
     together = _logits(runner, segments)

@@ -80,7 +80,7 @@ def test_kernels_and_captured_steps_sample_what_torch_does(
         _SETTINGS, num_pages=30, num_slots=2, max_total_len=40, max_tokens_per_step=16, attention_backend="torch"
     )
     want = _greedy_ids(load_device_runner(tmp_path, settings, HostDevice()), lag=0)
-    monkeypatch.setattr(kernel_choice, "_kernels_name", lambda settings, device: "triton")
+    monkeypatch.setattr(kernel_choice, "kernels_name", lambda settings, device: "triton")
     device = ReplayingDevice()
     settings = replace(settings, attention_backend="triton", deterministic=is_deterministic)
     runner = load_device_runner(tmp_path, settings, device)

@@ -46,7 +46,7 @@ def _memory(runner: DeviceRunner) -> list[int]:
     """Addresses of all that graphs read."""
     layers = runner.model.shared_experts()
     weights = [part.data_ptr() for layer in layers for slot in range(2) for part in layer.bytes_of(slot)]
-    return [*weights, *(layer._table.data_ptr() for layer in layers), *(layer.picks_E.data_ptr() for layer in layers)]
+    return [*weights, *(layer.table.data_ptr() for layer in layers), *(layer.picks_E.data_ptr() for layer in layers)]
 
 
 def _run(moves: DeviceExpertMoves, op: worker_pb2.BarrierOp) -> None:

@@ -13,6 +13,7 @@ from support.device_settings import TINY_SETTINGS
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 from support.thread_group import ThreadGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -24,6 +25,7 @@ from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_ru
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 from radixmesh.daemons.worker.runner import Segment
+from radixmesh.kernels.moe.route import Routes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of GPUs are processes: tests/gpu")
 
@@ -110,9 +112,48 @@ def test_ranks_with_other_transports_or_rooms_do_not_compute_together(group_of: 
         ranks.run(lambda rank: runners[rank].formed())
 
 
+class _Waits(TorchDispatchMode):
+    """Counts operations whose result's size a host has to learn from its device."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.num += func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_normal_forward_waits_for_nothing_but_the_numbers_of_all_ranks(
+    group_of: Callable[[int], ThreadGroup],
+) -> None:
+    ranks, gathered = group_of(3), []
+
+    def on_rank(rank: int) -> tuple[int, torch.Tensor]:
+        placed = AllToAllDispatch(ranks.groups[rank])
+        shared = create_shared_out(replace(_SETTINGS, num_slots=4), placed, HostDevice())
+        assert shared is not None
+        dispatch = shared.dispatch
+        dispatch.form()
+        x_TD = torch.full((2, 8), float(rank + 1))
+        # Experts of two ranks: of the next one and, of the first row alone, the own.
+        ids_TA = torch.tensor(
+            [[2 * rank, (2 * rank + 2) % 6], [(2 * rank + 3) % 6, (2 * rank + 2) % 6]], dtype=torch.int32
+        )
+        with _Waits() as waits:
+            came = dispatch.start_dispatch(x_TD, Routes(ids_TA, torch.full((2, 2), 0.5)), 2)()
+        gathered.append(came.x_RD[:, 0].tolist())
+        sum_TD = torch.zeros_like(x_TD)
+        dispatch.start_combine(came, came.x_RD.clone())(sum_TD)
+        return waits.num, sum_TD[:, 0]
+
+    for rank, (num_waits, sum_T) in enumerate(ranks.run(on_rank)):
+        assert num_waits == 0 and sum_T.tolist() == [2.0 * (rank + 1), 1.0 * (rank + 1)]
+    # A row of its own, and two of the rank before, in the order of the ranks.
+    assert sorted(gathered) == [[1.0, 1.0, 2.0], [1.0, 3.0, 3.0], [2.0, 2.0, 3.0]]
+
+
 def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callable[[int], ThreadGroup]) -> None:
     runner = _runner(_MODELS / "tiny-deepseek", AllToAllDispatch(group_of(2).groups[0]))
-    assert runner._experts is not None
+    assert runner.links.experts is not None
     rooms = []
     for mode, most in (
         (DispatchMode.LOW_LATENCY, 8),
@@ -121,18 +162,18 @@ def test_more_rows_than_there_is_room_for_are_a_normal_forward(group_of: Callabl
         (DispatchMode.UNSPECIFIED, 3),
     ):
         runner.set_dispatch_mode(mode, most)
-        rooms.append(runner._experts.room)
+        rooms.append(runner.links.experts.room)
     assert rooms == [8, 0, 0, 0]
 
 
 def test_steps_in_which_a_rank_may_have_chunks_are_cut_on_no_rank(group_of: Callable[[int], ThreadGroup]) -> None:
     experts = AllToAllDispatch(group_of(2).groups[0])
     runner = _runner(_MODELS / "tiny-deepseek", experts, two_batch_min_rows=4)
-    assert runner._experts is not None
+    assert runner.links.experts is not None
     rooms = []
     for most, may_have_chunks in ((8, False), (8, True), (3, True)):
         runner.set_dispatch_mode(DispatchMode.LOW_LATENCY, most, may_have_chunks=may_have_chunks)
-        rooms.append(runner._experts.room)
+        rooms.append(runner.links.experts.room)
     # Fewer rows are not cut anyhow.
     assert rooms == [8, 0, 3]
 

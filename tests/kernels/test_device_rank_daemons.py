@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +30,13 @@ from radixmesh.daemons.scheduler.planning.experts import expert_balancer
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.config import Backend
 from radixmesh.daemons.worker.cuda import load
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
+from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps
+from radixmesh.daemons.worker.cuda.step import decode_steps
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 
 pytestmark = [
@@ -108,12 +108,12 @@ def rooms_of(ranks: Ranks) -> list[set[tuple[bool, bool]]]:
         runner, rooms = executor.runner, set[tuple[bool, bool]]()
         seen.append(rooms)
 
-        def launch(rows, segments, runner=runner, rooms=rooms, inner=runner._launch):  # type: ignore[no-untyped-def]
-            assert runner._experts is not None
-            rooms.add((runner._experts.room > 0, len(rows.slots) + len(segments) > 0))
-            return inner(rows, segments)
+        def launch(rows, segments, ready_ns, runner=runner, rooms=rooms, inner=runner.launch):  # type: ignore[no-untyped-def]
+            assert runner.links.experts is not None
+            rooms.add((runner.links.experts.room > 0, len(rows.slots) + len(segments) > 0))
+            return inner(rows, segments, ready_ns)
 
-        runner._launch = launch  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
     return seen
 
 
@@ -214,13 +214,13 @@ def _moves_of(ranks: Ranks, rank: int) -> DeviceExpertMoves:
 async def test_steps_that_run_as_two_halves_recite(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes with room for two rows and more; those with room for one, and all with chunks, run whole."""
     cut: list[int] = []
-    inner = DecodeSteps._in_halves
 
-    def in_halves(self: DecodeSteps, x_TD: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        cut.append(len(x_TD))
-        return inner(self, x_TD, step)
+    def noted(forwards: Sequence[Stages], begin_turn: Callable[[int], None]) -> list[torch.Tensor]:
+        halves = take_turns(forwards, begin_turn)
+        cut.append(sum(len(half) for half in halves))
+        return halves
 
-    monkeypatch.setattr(DecodeSteps, "_in_halves", in_halves)
+    monkeypatch.setattr(decode_steps, "take_turns", noted)
     chosen = texts("tiny-deepseek", 6)
     sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "two_batch_min_rows": 2}
     async with (

@@ -260,6 +260,6 @@ def test_slots_are_taken_again_while_steps_with_drafts_of_their_former_requests_
 
 def test_attention_that_needs_exact_lengths_verifies_nothing(monkeypatch):
     runner = _device_runner(4)
-    monkeypatch.setattr(type(runner._attention), "needs_exact_lengths", True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(runner.attention), "needs_exact_lengths", True)  # type: ignore[attr-defined]
     runner.verify(EachRow(lambda sample, most: [5] * most), max_drafts=3)  # type: ignore[attr-defined]
     assert runner.max_tokens_per_row == 1

@@ -99,7 +99,7 @@ def test_kernels_compute_what_torch_does(
 ) -> None:
     folder = _folder(tmp_path)
     want = _logits(load_device_runner(folder, _SETTINGS, HostDevice()), _IDS[:9])
-    monkeypatch.setattr(kernel_choice, "_kernels_name", lambda settings, device: "triton")
+    monkeypatch.setattr(kernel_choice, "kernels_name", lambda settings, device: "triton")
     runner = load_device_runner(folder, replace(_SETTINGS, deterministic=is_deterministic), HostDevice())
     assert _median_error(_logits(runner, _IDS[:9]), want) < 0.01
 

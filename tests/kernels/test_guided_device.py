@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytest.importorskip("xgrammar")
@@ -92,7 +94,7 @@ def test_masks_are_there_before_their_steps_are_collected():
     runner = _runner(HostDevice())
     run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS)
     run.run(2, lag=0)
-    positions = runner.masks._positions  # type: ignore[attr-defined]
+    positions = runner.masks.positions  # type: ignore[attr-defined]
     before, steps = positions.copy(), []
     for _ in range(12):
         steps.append(run.steps.executor.launch(run.steps.plan()))
@@ -104,6 +106,28 @@ def test_masks_are_there_before_their_steps_are_collected():
         time.sleep(0.01)
     for step in steps:
         step.result()
+
+
+def test_masks_of_processes_are_those_of_the_cpu_worker_and_outlive_them(expected):
+    """A process is killed whenever its outputs have gone on a little."""
+    runner = _runner(HostDevice(), mask_processes=2)
+    guides = ProcessGuides(2, MODEL, "xgrammar")
+    guides.attach(runner.masks, num_slots=8, max_total_len=runner.max_total_len)  # type: ignore[attr-defined]
+    assert guides.wait_ready(120)
+    try:
+        run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS, guides=guides)
+        assert len(guides) == 3
+        deadline, num_kills = time.monotonic() + 200, 0
+        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+            assert time.monotonic() < deadline, run.tokens
+            run.run(5, lag=1)
+            if num_kills < 2 and len(run.tokens[0]) > 2 + 3 * num_kills:
+                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
+                num_kills += 1
+        assert num_kills and [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+        assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's process"
+    finally:
+        guides.close()
 
 
 def test_captured_steps_read_masks_anew(expected):

@@ -62,12 +62,12 @@ def test_a_pool_reads_and_writes_in_the_layout_of_the_kernels() -> None:
     layout = KvLayout(num_layers=3, planes=(KvPlane(name="k", row_shape=(2, 16)), KvPlane(name="v", row_shape=(5,))))
     sizes = {"num_pages": 100, "page_size": 8, "dtype": torch.float32, "device": torch.device("cpu")}
     pools = [KvPool(layout, **sizes) for _ in range(2)]
-    for plane in pools[0]._planes.values():
+    for plane in pools[0].planes.values():
         plane.normal_()
     indexes = torch.randperm(800)[: 2 * CHUNK_TOKENS + 9].int()
     data = pools[0].read_tokens(indexes)
     expected = torch.empty_like(data)
-    gather_rows_reference(pools[0]._copied, indexes, expected)
+    gather_rows_reference(pools[0].copied, indexes, expected)
     assert torch.equal(data, expected) and CHUNK_TOKENS == staging.CHUNK_TOKENS
     pools[1].write_tokens(indexes, data)
     assert torch.equal(pools[1].read_tokens(indexes), data)

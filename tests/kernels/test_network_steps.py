@@ -305,7 +305,7 @@ def test_a_network_knows_of_kv_that_it_has_not_computed():
     driver.add(0, list(range(100, 116)), GREEDY, chunk_len=16, num_out=2)
     driver.run()
     network = drafter.on_device()
-    is_fresh, features = network._fresh.is_fresh_N, network._features_NF
+    is_fresh, features = network.fresh.is_fresh_N, network.features_NF
     fresh = is_fresh.nonzero()[:, 0].tolist()
     # The prompt and a token of the output: all but the first one, which has no row.
     assert len(fresh) == 16 and all(bool(features[token].any()) for token in fresh)
@@ -333,10 +333,10 @@ def test_the_memory_that_is_counted_for_a_token_is_what_it_takes(algorithm, mode
     assert loaded.network is not None
     network = create_runner(loaded).network_drafter.on_device()
     assert network is not None
-    pool = network._pool
+    pool = network.pool
     layers = range(loaded.network.kv_layout.num_layers)
     kept = [pool.tokens(name, layer) for name in pool.plane_names for layer in layers]
-    kept += [network._fresh.is_fresh_N] + ([] if network._features_NF is None else [network._features_NF])
+    kept += [network.fresh.is_fresh_N] + ([] if network.features_NF is None else [network.features_NF])
     assert sum(part.nbytes for part in kept) == token_bytes(loaded.network) * (600 + 1) * 4
 
 

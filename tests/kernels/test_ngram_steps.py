@@ -78,7 +78,7 @@ def test_a_worker_that_drafts_captures_no_decodes_but_those_that_verify():
     runner = load_device_runner(MODEL, replace(settings, cuda_graphs=True), ReplayingDevice())
     runner.warm_up(has_decodes=False)
     runner.verify(NgramDrafter(), max_drafts=2)
-    assert not runner._decodes.graphs._graphs and runner._verify._graphs._graphs
+    assert not runner.forwards.decodes.graphs.num_captured and runner.verifying.graphs.num_captured
     driver = PlanDriver(runner, lag=1)
     driver.add(0, [20, 21, 22], REPEATING[0], chunk_len=8, num_out=9)
     driver.finish(9)

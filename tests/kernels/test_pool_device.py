@@ -27,9 +27,9 @@ def test_tokens_come_back_as_read_kv_has_them(share: KvShare | None, by_kernels:
     settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
     runner = load_device_runner(MODEL, settings, HostDevice())
     with torch.inference_mode():
-        for plane in runner.pool._planes.values():
+        for plane in runner.pool.planes.values():
             plane.normal_()
-    runner.pool._has_kernels = by_kernels
+    runner.pool.has_kernels = by_kernels
     received: list[torch.Tensor] = []
     device = PoolDevice(runner.device, runner.pool, HostPeerMemory(), received.append)
     token_bytes = runner.pool.part_bytes(share)

@@ -11,7 +11,7 @@ from support.sampling_fields import ALL, LOGPROBS, changed
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler, needs_of
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler, needs_of
 from radixmesh.kernels.sampling.sample_params import Needs
 
 _ROWS, _VOCAB = 24, 13

@@ -20,7 +20,8 @@ DAEMONS = {
 }
 ROUND_TRIPS = {
     "encode_unary",
-    "router_tokenize_two_unary",
+    "encode_on_stream",
+    "router_tokenize",
     "detokenize_frame_64_rows",
     "serve_abort_unknown",
     "execute_empty_plan_in_process",

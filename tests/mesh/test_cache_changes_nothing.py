@@ -24,7 +24,7 @@ from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError, StoreFailure
-from radixmesh.daemons.worker.plans.store_tier import StoreTier
+from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"

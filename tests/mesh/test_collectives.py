@@ -18,7 +18,7 @@ from support.rank_process import RankProcess
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
-from radixmesh.daemons.worker.collectives.member import _MOST_ATTEMPTS, CollectiveMember
+from radixmesh.daemons.worker.collectives.member import MOST_ATTEMPTS, CollectiveMember
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def test_data_parallel_ranks_have_groups_of_their_own() -> None:
 
 def test_former_generations_leave_nothing() -> None:
     members = formed([RankLayout(tp_size=2, tp_rank=rank) for rank in range(2)])
-    store = members[0]._store
+    store = members[0].store
     assert store is not None
     num_keys = store.num_keys()
     for generation in range(2, 8):
@@ -108,11 +108,11 @@ def test_a_rank_that_comes_late_to_the_meeting_is_waited_for(monkeypatch: pytest
 
 def test_an_attempt_that_was_abandoned_takes_nothing_from_a_later_one() -> None:
     members = formed([RankLayout(tp_size=2, tp_rank=rank) for rank in range(2)])
-    store = members[0]._store
+    store = members[0].store
     assert store is not None
     store.set("12/0/a,b/0/1", "the address of a rank")
     with pytest.raises(RankLost):
-        members[0]._connect = refuse
+        members[0].connect = refuse
         members[0].form(9, members[0].rendezvous, ["a", "b"])
     assert "12/0/a,b/0/1" in store.list_keys()
 
@@ -132,7 +132,7 @@ def test_attempts_that_were_abandoned_are_bounded() -> None:
         return str(caught.value)
 
     with ThreadPoolExecutor(1) as thread:
-        for generation in range(_MOST_ATTEMPTS):
+        for generation in range(MOST_ATTEMPTS):
             forming = thread.submit(attempt, generation)
             while not forming.done():  # It may not have begun.
                 member.abort()

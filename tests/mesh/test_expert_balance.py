@@ -76,7 +76,7 @@ async def check_balancing(
         planner, waiting = planner_of(daemon), list(restarted)
         first = planner.counters.expert_load
         before, deadline = 1.0, asyncio.get_running_loop().time() + TIMEOUT_S
-        while planner.experts.num_placed < 3 or waiting or planner.experts._change is not None:
+        while planner.experts.num_placed < 3 or waiting or planner.experts.change is not None:
             assert asyncio.get_running_loop().time() < deadline, planner.experts
             running = asyncio.ensure_future(said(client, chosen))
             while not running.done():
@@ -84,7 +84,7 @@ async def check_balancing(
                     before = first.balancedness
                 # One layer has been placed: that is not lost with a rank that has it in memory alone.
                 is_placed = min(moves.version for moves in moves_of(ranks)) > 0
-                if waiting and is_placed and planner.experts._change is not None and planner.state is not None:
+                if waiting and is_placed and planner.experts.change is not None and planner.state is not None:
                     await ranks.restart(waiting.pop(0))
                 await asyncio.sleep(0.002)
             check_same(await running, expected)
@@ -149,6 +149,6 @@ async def test_a_scheduler_that_follows_goes_on_from_the_placement_that_the_rank
             serve_client(daemon.address) as client,
         ):
             check_same(await said(client, chosen), expected)
-            experts = planner_of(daemon).experts._experts
+            experts = planner_of(daemon).experts.experts
             assert experts is not None and experts.version == moves_of(ranks)[0].version >= 3
             assert (experts.experts_LS == placed[0]).all()

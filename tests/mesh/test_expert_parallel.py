@@ -27,8 +27,8 @@ def watch_modes(ranks: Ranks) -> list[set[tuple[DispatchMode, bool]]]:
         seen.append(modes)
 
         def forward(segments, runner=runner, modes=modes, compute=runner.forward):  # type: ignore[no-untyped-def]
-            assert isinstance(runner._experts, AllToAllDispatch)
-            modes.add((runner._experts._mode, bool(segments)))
+            assert isinstance(runner.experts, AllToAllDispatch)
+            modes.add((runner.experts.mode, bool(segments)))
             return compute(segments)
 
         runner.forward = forward  # type: ignore[method-assign]

@@ -135,8 +135,8 @@ async def test_a_proxy_that_has_just_asked_for_health_may_still_send_a_client() 
         for connection in connections:
             connection._writer.close()
         daemon = mesh.routers[0].daemon
-        assert isinstance(daemon, RouterDaemon) and daemon._http is not None
-        while daemon._http.num_connections:
+        assert isinstance(daemon, RouterDaemon) and daemon.http is not None
+        while daemon.http.num_connections:
             await asyncio.sleep(0.01)
         draining = await told_to_end(mesh)
         late = Connection(*await asyncio.open_connection("127.0.0.1", port))

@@ -25,7 +25,6 @@ from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.transports import device_transport
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
-from radixmesh.daemons.worker.kv_transfer.transports.nixl_transport import NixlTransport
 from radixmesh.daemons.worker.kv_transfer.transports.shared_memory import opened
 from radixmesh.worker.v1 import worker_pb2
 
@@ -39,8 +38,8 @@ def device_of(both: Pair, number: int) -> HostKvDevice:
 
 
 def slab_of(both: Pair, number: int = 1) -> Pieces:
-    transport = both.core(number).transfers._transport
-    return (transport.device_slab if isinstance(transport, NixlTransport) else transport._slab).pieces
+    transport = both.core(number).transfers.transport
+    return transport.device_slab.pieces
 
 
 async def sent(both: Pair, name: str = "t") -> worker_pb2.TransferRegion:
@@ -76,7 +75,7 @@ async def test_memory_that_came_is_not_anothers_while_somebody_else_may_write_th
     async with pair(transfer_transport=DEVICE, has_devices=True) as both:
         await prefill(both, 0, 1)
         region = await sent(both)
-        await until(lambda: not both.core(0).transfers._senders)
+        await until(lambda: not both.core(0).transfers.senders)
         late = opened(region)
         assert late is not None
         assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
@@ -93,8 +92,8 @@ async def test_a_region_has_one_writer_ever(kind: TransferTransport) -> None:
     """A second one would say of the first that it is over, or of KV that has come that it lies elsewhere."""
     async with pair(transfer_transport=kind, has_devices=kind is DEVICE) as both:
         await prefill(both, 0, 1)
-        region, transport = await sent(both), both.core(0).transfers._transport
-        await until(lambda: not both.core(0).transfers._senders)
+        region, transport = await sent(both), both.core(0).transfers.transport
+        await until(lambda: not both.core(0).transfers.senders)
         with pytest.raises(MeshError, match="has had a writer"):
             async with transport.open(both.workers[1].address, region, "w"):
                 pytest.fail("it would write")
@@ -106,7 +105,7 @@ async def test_a_writer_is_not_done_before_all_is_written() -> None:
     """No checksum says so of bytes on a device, and stamps are written by those who write the rest."""
     async with pair(transfer_transport=DEVICE, has_devices=True) as both:
         await prefill(both, 0, 1)
-        region, transport = await both.prepare(), both.core(0).transfers._transport
+        region, transport = await both.prepare(), both.core(0).transfers.transport
         with pytest.raises(MeshError, match="failed"):
             async with transport.open(both.workers[1].address, region, "w") as writer:
                 await writer.placed(region.num_bytes - 1)
@@ -129,7 +128,7 @@ async def test_what_is_mapped_for_a_call_that_was_cancelled_is_known(monkeypatch
     goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await taking
-    assert [mapping.num_users for mapping in mappings._mapped.values()] == [0]
+    assert [mapping.num_users for mapping in mappings.mapped.values()] == [0]
     mappings.close()
 
 
@@ -156,7 +155,7 @@ async def test_memory_stays_the_writers_while_its_kernel_runs(end: str) -> None:
         device_of(both, 0).goes_on.set()
         await running
         await until(lambda: not transfers.staging.num_bytes)
-        assert slab_of(both).num_free == slab_of(both).num_bytes and not sender._senders
+        assert slab_of(both).num_free == slab_of(both).num_bytes and not sender.senders
         assert sender.num_failed == transfers.num_failed == 1
 
 
@@ -173,7 +172,7 @@ async def test_a_process_that_ends_does_not_say_that_its_kernel_is_over() -> Non
                 task.cancel()
         running.cancel()
         transfers = both.core(1).transfers
-        await until(lambda: not both.core(0).transfers._senders)
+        await until(lambda: not both.core(0).transfers.senders)
         transfers.abort("t")
         await asyncio.sleep(0.3)
         assert transfers.staging.num_bytes == transfers.receiver.num_quarantined_bytes == region.num_bytes
@@ -353,7 +352,7 @@ async def test_memory_of_a_process_that_has_ended_is_mapped_no_more(monkeypatch:
     assert not closed, "there are writers"
     mapping.num_users = 0
     await until(lambda: closed == [mapping.memory.address])
-    assert len(mappings._mapped) == 1
+    assert len(mappings.mapped) == 1
     mappings.close()
 
 

@@ -216,7 +216,7 @@ async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_ke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixmesh.daemons.scheduler.transfers.transfer_calls._LEASE_MS", 60_000)
-    prepare, abort, is_aborted = TransferCalls._prepare, TransferCalls._abort_arrival, asyncio.Event()
+    prepare, abort, is_aborted = TransferCalls.prepare, TransferCalls.abort_arrival, asyncio.Event()
 
     async def prepare_late(self: TransferCalls, rank: WorkerStream, arrival: Arrival, part: object) -> object:
         await is_aborted.wait()
@@ -226,8 +226,8 @@ async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_ke
         await abort(self, arrival)
         is_aborted.set()
 
-    monkeypatch.setattr(TransferCalls, "_prepare", prepare_late)
-    monkeypatch.setattr(TransferCalls, "_abort_arrival", note_abort)
+    monkeypatch.setattr(TransferCalls, "prepare", prepare_late)
+    monkeypatch.setattr(TransferCalls, "abort_arrival", note_abort)
     async with pair() as both:
         reserved = scheduler_pb2.Reservation(transfer_id="t", lease_ms=30_000, prompt_ids=pack_ints(PROMPT), granule=1)
         cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)
@@ -257,8 +257,7 @@ async def test_a_new_epoch_on_either_side_ends_transfers_and_no_request() -> Non
             result = await both.reserve(f"t{number}", prompt)
             asked = asyncio.ensure_future(both.decode(expected[:1], f"t{number}", prompt))
             await until(lambda: both.planner(1).num_live > 0)
-            both.schedulers[number].daemon.loop._loss = ConnectionError("the stream is cut")
-            both.schedulers[number].daemon.loop.notify()
+            both.schedulers[number].daemon.loop.lost(ConnectionError("the stream is cut"))
             await until(lambda n=number: both.schedulers[n].daemon.loop.epoch > 1)
             first = await both.prefill(result.target, prompt, request_id=f"p{number}")
             assert first.tokens == expected[:1]
@@ -351,8 +350,8 @@ async def test_an_aborted_prompt_ends_the_transfer_that_it_had_begun() -> None:
         seen = await both.prefill(result.target, LONG, request_id="gone")
         assert seen.finished.reason == common_pb2.FINISH_REASON_ABORT
         await until(both.is_clean)
-        assert both.planner(1).arrivals.num_failed == 1 and not transfers._senders
-        assert not planner.handovers._sent
+        assert both.planner(1).arrivals.num_failed == 1 and not transfers.senders
+        assert not planner.handovers.sent
 
 
 async def test_a_chunk_whose_pages_are_gone_fails_the_transfer_and_not_the_output() -> None:
@@ -439,7 +438,7 @@ async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTr
 
             handovers.take_wanted = noted
         elif phase == "writing":
-            sending._transport.before_last_word = hold
+            sending.transport.before_last_word = hold
         elif phase == "committing":
             commit = receiving.commit
 
@@ -469,7 +468,7 @@ async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTr
             await prefill
         goes_on.set()
         # A sender goes behind its channel, which it closes when its region is given back.
-        await until(lambda: both.is_clean() and not sending._senders and not len(receiving.receiver))
+        await until(lambda: both.is_clean() and not sending.senders and not len(receiving.receiver))
         # The next one is not disturbed.
         expected, result = await alone(both), await both.reserve("u")
         first = await both.prefill(result.target, request_id="next")

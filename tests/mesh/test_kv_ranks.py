@@ -99,7 +99,7 @@ def check_bytes(both: list[Side], prompt: list[int], num_tokens: int) -> None:
 def is_clean(both: list[Side]) -> bool:
     """True if no staging is taken, no transfer is known."""
     transfers = [worker.daemon.core.transfers for side in both for worker in side.ranks.workers.values()]
-    is_idle = not any(t.staging.num_bytes or t._senders or len(t.receiver) for t in transfers)
+    is_idle = not any(t.staging.num_bytes or t.senders or len(t.receiver) for t in transfers)
     return is_idle and not len(both[1].scheduler.daemon.loop.planner.arrivals)
 
 
@@ -149,7 +149,7 @@ async def test_a_part_that_fails_fails_the_whole() -> None:
         (text,) = long_prompts("tiny-llama", 1)
         receiving = both[1].ranks.workers[0].daemon.core.transfers
         result = await reserve(both, "t0", text.prompt)
-        assert sorted(receiving.receiver._regions) == ["t0/0-0", "t0/1-0"]
+        assert sorted(receiving.receiver.regions) == ["t0/0-0", "t0/1-0"]
         receiving.abort("t0/1-0")
         sampling = common_pb2.SamplingParams(temperature=0.0)
         fields = {"max_tokens": len(text.expected), "sampling": sampling, "request_id": "r"}

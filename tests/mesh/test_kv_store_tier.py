@@ -25,7 +25,7 @@ from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.plans.store_tier import StoreTier
+from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 
 
 class Replica:
@@ -196,7 +196,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
         async with replica("tiny-llama", 4, url) as third:
             await third.recite(wanted[:2])
             await third.stored(wanted[:2])
-            third.tier.store._backend._client.shutdown(nosave=True)  # type: ignore[attr-defined]
+            third.tier.store.backend._client.shutdown(nosave=True)  # type: ignore[attr-defined]
             await third.recite(wanted)
             await third.recite(wanted)
 

@@ -211,7 +211,7 @@ async def test_a_writer_that_comes_back_after_the_lease_changes_nothing_of_the_n
         assert error.reason_name == "TRANSFER_FAILED"
         error = await error_of(write_all(both.stub.WriteTransfer(), region, b"\xee" * region.num_bytes))
         assert error.reason_name == "TRANSFER_FAILED", "the region that it was told of is gone"
-        (fresh,) = both.core(1).transfers.receiver._regions.values()
+        (fresh,) = both.core(1).transfers.receiver.regions.values()
         assert fresh.memory is not None and not fresh.memory.any() and (kv == before).all()
         await both.start(again, pages_of(1, 0, 48), [1] * 48)
         assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN

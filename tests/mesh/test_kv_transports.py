@@ -237,7 +237,7 @@ async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: p
                 assert '"quarantined_bytes": 0' in capsys.readouterr().out
             await until(lambda: not transfers.staging.num_bytes)
             assert held.memory is None and not len(transfers.receiver)
-            assert transfers._transport.slab.num_free == transfers._transport.slab.num_bytes
+            assert transfers.transport.slab.num_free == transfers.transport.slab.num_bytes
         finally:
             process.kill()
             process.join()
@@ -288,7 +288,7 @@ def test_a_process_is_gone_by_its_start_and_only_on_this_host() -> None:
     assert not own._replace(started=own.started + 1, host="elsewhere").is_gone()
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
-    seen = HostProcess(own.host, process.pid or 0, host_process._started(process.pid or 0) or 0)
+    seen = HostProcess(own.host, process.pid or 0, host_process.started_at(process.pid or 0) or 0)
     assert not seen.is_gone()
     process.kill()
     deadline = time.monotonic() + TIMEOUT_S

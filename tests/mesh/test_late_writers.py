@@ -43,7 +43,7 @@ class Late:
 
     def __init__(self, both: Pair, where: str) -> None:
         self.is_there, self.goes_on = asyncio.Event(), asyncio.Event()
-        transport = both.core(0).transfers._transport
+        transport = both.core(0).transfers.transport
         write = transport.written
 
         async def written(call, request) -> None:
@@ -99,7 +99,7 @@ async def test_a_late_writer_changes_no_page_that_is_not_its_own(
             # Another transfer, of the same id where that is free, has staging now and has filled pages from it.
             name = "t" if is_free else "u"
             again = await both.prepare(name)
-            both.core(0).transfers._senders.clear()
+            both.core(0).transfers.senders.clear()
             await both.start(again, source, [1] * NUM_TOKENS)
             assert (await both.last_state(name)).state == worker_pb2.TRANSFER_STATE_WRITTEN
             target = range(100, 100 + NUM_TOKENS)
@@ -153,7 +153,7 @@ async def test_staging_stays_taken_until_a_cancelled_copy_is_over(what: str) -> 
         goes_on.set()
         assert taken == region.num_bytes - (2 * STAMP_BYTES if is_gather else 0)
         await until(lambda: not staging.num_bytes)
-        assert not both.core(1).transfers.receiver._regions or is_gather
+        assert not both.core(1).transfers.receiver.regions or is_gather
 
 
 async def _ended(call) -> None:

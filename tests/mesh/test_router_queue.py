@@ -317,9 +317,9 @@ async def test_load_cancellations_and_deaths_at_random_leave_nothing_behind() ->
         assert sum(ended.values()) == 240 and ended["done"] > 20, ended
         await mesh.settle()
         pool = mesh.router().schedulers
-        assert pool.waiting.running._num_of == {} and pool.waiting.num_bytes == 0 and pool.waiting.num_tenants == 0
-        assert pool.placement._placement.replicas.num_outputs[:3].max() == 0
-        assert pool.placement._placement.replicas.queued_tokens[:3].max() == 0
+        assert not pool.waiting.running.num_tenants and pool.waiting.num_bytes == 0 and pool.waiting.num_tenants == 0
+        assert pool.placement.placement.replicas.num_outputs[:3].max() == 0
+        assert pool.placement.placement.replicas.queued_tokens[:3].max() == 0
 
 
 async def _paced(one: Callable[[int], Coroutine[Any, Any, None]], count: int) -> None:
@@ -333,6 +333,5 @@ async def _paced(one: Callable[[int], Coroutine[Any, Any, None]], count: int) ->
 
 def _port(mesh: RouterMesh) -> int:
     daemon = mesh.routers[0].daemon
-    assert isinstance(daemon, RouterDaemon) and isinstance(daemon._http, HttpServer)
-    assert daemon._http._listener is not None
-    return int(daemon._http._listener.getsockname()[1])
+    assert isinstance(daemon, RouterDaemon) and isinstance(daemon.http, HttpServer)
+    return daemon.http.port

@@ -46,7 +46,7 @@ async def test_the_sessions_of_two_tenants_are_two() -> None:
         pool = mesh.router().schedulers
         for tenant in ("a", "b"):
             await client.complete([5] * 40, session="main", tenant=tenant, max_tokens=1)
-        policy = pool.placement._placement.policy
+        policy = pool.placement.placement.policy
         assert len(policy) == 2  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="session"):
             await client.complete([5], session="x" * 257)
@@ -56,9 +56,8 @@ async def test_the_sessions_of_two_tenants_are_two() -> None:
 async def test_an_http_client_names_its_session_in_a_header_or_the_body(named: str) -> None:
     async with router_mesh(schedulers=2, policy="session", http_listen="127.0.0.1:0") as mesh:
         daemon = mesh.routers[0].daemon
-        assert isinstance(daemon, RouterDaemon) and isinstance(daemon._http, HttpServer)
-        assert daemon._http._listener is not None
-        port = daemon._http._listener.getsockname()[1]
+        assert isinstance(daemon, RouterDaemon) and isinstance(daemon.http, HttpServer)
+        port = daemon.http.port
         for number in range(3):
             key = {"a long header": "k" * 3000}.get(named, "key")
             header = {"a long header": "x-session-id"}.get(named, named)

@@ -86,6 +86,5 @@ async def test_calls_and_thoughts_behind_special_tokens_are_read(
 
 def _port(mesh: RouterMesh) -> int:
     daemon = mesh.routers[0].daemon
-    assert isinstance(daemon, RouterDaemon) and isinstance(daemon._http, HttpServer)
-    assert daemon._http._listener is not None
-    return int(daemon._http._listener.getsockname()[1])
+    assert isinstance(daemon, RouterDaemon) and isinstance(daemon.http, HttpServer)
+    return daemon.http.port

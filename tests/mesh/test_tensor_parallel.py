@@ -100,7 +100,7 @@ async def seem_lost(ranks: Ranks, rank: int) -> None:
     """The other rank takes it for hung, as after a long pause of its process."""
     member = ranks.workers[1 - rank].daemon.core.member
     assert isinstance(member, CollectiveMember) and isinstance(member.group.communicator, GlooCommunicator)
-    member.group.communicator._heartbeat.lost = f"rank {rank} has been silent"
+    member.group.communicator.heartbeat.lost = f"rank {rank} has been silent"
 
 
 @pytest.mark.parametrize(("mishap", "rank"), [(go, 0), (go, 1), (lose_a_write, 1), (seem_lost, 0), (seem_lost, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -13,11 +14,16 @@ from support.running_daemon import Running, process_of, running
 from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
-from radixmesh.daemons.runtime.errors import reason_name
+from radixmesh.daemons.runtime.encode_calls import MAX_CALL_BYTES, MAX_CALLS
+from radixmesh.daemons.runtime.errors import MeshError, reason_name
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.rpc.health.service import HealthService
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.daemon import TokenizerDaemon
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
@@ -209,6 +215,102 @@ async def test_a_client_that_goes_away_frees_its_place(folder: Path) -> None:
         # The part that is being encoded is the last one.
         await asyncio.wait_for(daemon.daemon.drain(), 10)
         assert (await stub.Encode(small_request)).items[0].ids
+
+
+class Counting(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Counts calls by verb. has_stream: it offers EncodeEach."""
+
+    def __init__(self, *, has_stream: bool) -> None:
+        self.num = {"Encode": 0, "EncodeEach": 0}
+        self._has_stream = has_stream
+
+    async def Encode(self, request: pb.EncodeRequest, context: object) -> pb.EncodeResponse:
+        self.num["Encode"] += 1
+        return pb.EncodeResponse(items=[pb.EncodedItem(ids=b"unary")] * len(request.items))
+
+    async def EncodeEach(
+        self, request_iterator: AsyncIterator[pb.EncodeEachRequest], context: object
+    ) -> AsyncIterator[pb.EncodeEachResponse]:
+        if not self._has_stream:
+            raise NotImplementedError
+        async for call in request_iterator:
+            self.num["EncodeEach"] += 1
+            response = pb.EncodeResponse(items=[pb.EncodedItem(ids=b"stream")] * len(call.request.items))
+            yield pb.EncodeEachResponse(call_id=call.call_id, response=response)
+
+
+@asynccontextmanager
+async def counting(address: str, *, has_stream: bool) -> AsyncIterator[Counting]:
+    servicer = Counting(has_stream=has_stream)
+    server = MeshServer(HealthService(Progress()))
+    server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer)
+    await server.start([address])
+    try:
+        yield servicer
+    finally:
+        await server.stop(0)
+
+
+async def test_short_calls_of_a_router_share_a_stream_and_give_what_calls_of_their_own_give(
+    tokenizer: Running[TokenizerDaemon], stub: Stub
+) -> None:
+    router = GrpcTokenizer(tokenizer.address)
+    requests = [
+        pb.EncodeRequest(items=[pb.EncodeItem(text="Hello 日本 😀"), chat("a", "b"), pb.EncodeItem()]),
+        pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 20)], max_tokens=3),
+        *(pb.EncodeRequest(items=[pb.EncodeItem(text=f"text {number}")]) for number in range(2 * MAX_CALLS)),
+    ]
+    answers = await asyncio.gather(*(router.encode(request, 30.0) for request in requests))
+    assert answers == [await stub.Encode(request) for request in requests]
+    too_many = pb.EncodeRequest(items=[pb.EncodeItem(text="a")] * 65)
+    with pytest.raises(MeshError) as raised:
+        await router.encode(too_many, 30.0)
+    assert (raised.value.reason_name, raised.value.metadata) == ("TOO_LARGE", {"size": "65", "max": "64"})
+    assert (await router.encode(requests[0], 30.0)) == answers[0], "the stream goes on"
+    await router.close()
+
+
+async def test_which_calls_go_by_the_stream(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    router = GrpcTokenizer(address)
+    short = pb.EncodeRequest(items=[pb.EncodeItem(text="short")])
+    async with counting(address, has_stream=True) as servicer:
+        assert (await router.encode(short, 30.0)).items[0].ids == b"stream"
+        long = pb.EncodeRequest(items=[pb.EncodeItem(text="x" * MAX_CALL_BYTES)])
+        assert (await router.encode(long, 30.0)).items[0].ids == b"unary"
+        assert servicer.num == {"Encode": 1, "EncodeEach": 1}
+    with pytest.raises(MeshError) as raised:
+        await router.encode(short, 5.0)
+    assert raised.value.status == "UNAVAILABLE"
+    # An older one in its place, which knows no such stream.
+    async with counting(address, has_stream=False) as servicer:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    assert (await router.encode(short, 5.0)).items[0].ids == b"unary"
+                    break
+                except MeshError as error:  # Not reached yet.
+                    assert error.status == "UNAVAILABLE"
+                    await asyncio.sleep(0.02)
+        num = servicer.num["Encode"]
+        assert (await router.encode(short, 30.0)).items[0].ids == b"unary"
+        assert servicer.num == {"Encode": num + 1, "EncodeEach": 0}
+    await router.close()
+
+
+async def test_a_daemon_that_leaves_waits_for_no_idle_stream(folder: Path) -> None:
+    async with running(TokenizerDaemon, TokenizerSettings(model=folder)) as daemon:
+        router = GrpcTokenizer(daemon.address)
+        short = pb.EncodeRequest(items=[pb.EncodeItem(text="short")])
+        await router.encode(short, 30.0)
+        daemon.runtime.progress.drain()
+        with pytest.raises(MeshError) as raised:
+            await router.encode(short, 30.0)
+        assert raised.value.reason_name == "NOT_SERVING"
+        await daemon.daemon.close()
+        async with asyncio.timeout(30):
+            await daemon.runtime.server.stop(3600)
+        await router.close()
 
 
 async def test_the_process_serves_soon(tmp_path: Path) -> None:

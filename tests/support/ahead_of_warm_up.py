@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from radixmesh.daemons.worker.cuda import kernel_choice, load
 from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
-from radixmesh.daemons.worker.cuda.step import compile_ahead
+from radixmesh.daemons.worker.cuda.step.warm_up.warm_up_steps import compile_ahead
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice
 
@@ -42,7 +42,7 @@ def main() -> None:
         )
     )
     client._TIMEOUT_S = 500.0  # A start gives up sooner; here all of them are to be seen, on a busy machine too.
-    kernel_choice._kernels_name = lambda settings, device: settings.kernels
+    kernel_choice.kernels_name = lambda settings, device: settings.kernels
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     settings = load.replace(

@@ -306,7 +306,7 @@ def _runner_launches(folder: Path) -> None:
     from support.device_settings import TINY_SETTINGS
     from support.replaying_device import ReplayingDevice
 
-    kernel_choice._kernels_name = lambda settings, device: "triton"
+    kernel_choice.kernels_name = lambda settings, device: "triton"
     for is_deterministic in (False, True):
         settings = replace(
             TINY_SETTINGS,

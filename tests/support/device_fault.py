@@ -22,7 +22,7 @@ from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
 from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY

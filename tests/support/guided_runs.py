@@ -15,8 +15,9 @@ from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.guided.guides import Guides
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 from support.plans import Steps, admit, chunk, grant
@@ -69,10 +70,13 @@ class GuidedRun:
         num_slots: int = 8,
         pages_a_slot: int = 64,
         make_backend: Callable[[], GrammarBackend] = backend,
+        guides: Guides | None = None,
     ) -> None:
         blobs = BlobStore(max_bytes=1 << 24, max_blob_bytes=1 << 23)
         grammars = GrammarStore(make_backend().format, make_backend)
-        executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=128, blobs=blobs, grammars=grammars)
+        executor = StepExecutor(
+            runner, num_slots=num_slots, max_tokens_per_step=128, blobs=blobs, grammars=grammars, guides=guides
+        )
         executor.begin_epoch(1)
         self.steps = Steps(executor)
         self.tokens: list[list[int]] = [[] for _ in sources]

@@ -67,9 +67,9 @@ def medium(name: str, folder: Path) -> Iterator[Medium]:
 def _memory(folder: Path) -> Iterator[Medium]:
     def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
         assert isinstance(backend, MemoryBackend)
-        record = bytearray(backend._records[key])
+        record = bytearray(backend.records[key])
         record[at] ^= mask
-        backend._records[key] = bytes(record)
+        backend.records[key] = bytes(record)
 
     yield Medium(lambda: MemoryBackend(budget_bytes=4 << 20), damage, 4 << 20, False, False)
 
@@ -78,8 +78,8 @@ def _memory(folder: Path) -> Iterator[Medium]:
 def _disk(folder: Path) -> Iterator[Medium]:
     def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
         assert isinstance(backend, DiskBackend)
-        place = backend._index[key]
-        segment = backend._segments[place >> 32]
+        place = backend.index[key]
+        segment = backend.segments[place >> 32]
         offset, _ = segment.extent(place & 0xFFFFFFFF)
         with segment.path.open("r+b") as file:
             byte = os.pread(file.fileno(), 1, offset + at)[0]

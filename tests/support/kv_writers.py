@@ -33,7 +33,7 @@ def write_by_nixl(address: str, pipe) -> None:
                 while True:
                     await asyncio.sleep(0.05)
                     await writer.write(0, np.full(0, 7, np.uint8))
-                    await writer._words.wrote(1)
+                    await writer.words.wrote(1)
         except MeshError:
             pipe.send("refused")
         await asyncio.sleep(60)

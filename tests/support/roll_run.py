@@ -42,7 +42,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
             began = time.monotonic()
             async with HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http:
                 await http.progressed(2 * num_http)
-            quiet = _gaps(load, began)
+            quiet = load.gap_figures(began)
             for _ in range(num_rolls):
                 times: dict[str, float] = {}
 
@@ -56,7 +56,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
                     await http.progressed(num_http)
                 failures += [*http.failures, *(text for _, text in http.retryable)]
                 took_s = time.monotonic() - began
-                gaps = _gaps(load, began)
+                gaps = load.gap_figures(began)
                 await mesh.cluster.prepare_roll(["front"], on_event=on_event).run()
                 await load.all_progressed(time.monotonic(), _PATIENCE_S)
                 rolls.append(
@@ -122,10 +122,3 @@ def _summary(kills: list[dict[str, float]]) -> dict[str, float]:
         for name in ("stall_s", "pause_s", "back_s", "http_errors")
         if kills
     }
-
-
-def _gaps(load: StreamLoad, since: float) -> dict[str, float]:
-    """Milliseconds between two chunks of a stream."""
-    gaps = load.gaps(since, time.monotonic())
-    shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
-    return {name: round(1e3 * gaps[min(len(gaps) - 1, int(share * len(gaps)))], 1) for name, share in shares.items()}

@@ -16,7 +16,7 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.plans.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
 
 NUM_PAGES, PAGE_BYTES, PAGE_SIZE = 60, 8_000, 2
 IDENTITY = b"i" * 32

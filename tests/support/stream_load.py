@@ -48,7 +48,8 @@ class StreamLog:
 class StreamLoad:
     """`num_streams` streams at a time, each running `jobs` one after the other, from enter to exit.
 
-    failures: what went wrong, in words; empty is what a test asserts. pause_s: a slow reader's, after each chunk.
+    failures: what went wrong, in words; empty is what a test asserts. num_tokens: of outputs that were compared;
+    num_lost and num_repeated: fewer and more of them than the answer has. pause_s: a slow reader's, after each chunk.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class StreamLoad:
         self.failures: list[str] = []
         self.num_completed = 0
         self.num_resumptions = 0
+        self.num_tokens = 0
+        self.num_lost = 0
+        self.num_repeated = 0
 
     async def __aenter__(self) -> StreamLoad:
         self._tasks = [asyncio.create_task(self._run(number)) for number in range(len(self._logs))]
@@ -113,6 +117,14 @@ class StreamLoad:
         """Times between two chunks, of all streams, in order of length."""
         return sorted(gap for log in self._logs for gap in log.gaps(since, until))
 
+    def gap_figures(self, since: float) -> dict[str, float]:
+        """Milliseconds between two chunks of a stream, from `since` until now."""
+        gaps = self.gaps(since, time.monotonic())
+        shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+        return {
+            name: round(1e3 * gaps[min(len(gaps) - 1, int(share * len(gaps)))], 1) for name, share in shares.items()
+        }
+
     async def _run(self, number: int) -> None:
         turn = number
         while not self._is_ending:
@@ -144,6 +156,10 @@ class StreamLoad:
         )
         self.num_completed += 1
         got = answers_of(completion)
+        for output, answer in zip(got, job.answers, strict=False):
+            self.num_tokens += len(output.ids)
+            self.num_lost += max(0, len(answer.ids) - len(output.ids))
+            self.num_repeated += max(0, len(output.ids) - len(answer.ids))
         if got != job.answers:
             self.failures.append(f"{job.name} ({stream.request_id}): {_difference(got, job)}")
 

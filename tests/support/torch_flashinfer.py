@@ -14,7 +14,7 @@ from radixmesh.daemons.worker.cuda.flashinfer import plan as planned_lane
 from radixmesh.daemons.worker.cuda.flashinfer import shared_prefix as flashinfer_shared_prefix
 from radixmesh.daemons.worker.cuda.flashinfer import workspace as flashinfer_workspace
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig
-from radixmesh.daemons.worker.cuda.step import row_order
+from radixmesh.daemons.worker.cuda.step.inputs import row_order
 from radixmesh.kernels.kv_fp8 import take_rows
 
 _SIZES = (64, 128, 256)

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.scheduler.sequence import SequenceKey
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
@@ -94,7 +94,7 @@ def test_prompts_and_segments_whose_masks_are_late(lag, runner_class):
     """The last token of a prompt is computed by the step that samples behind it; what is cached was computed."""
     rng = np.random.default_rng(lag)
     world = LaggingWorld(lag=lag, page_size=4, num_pages=60, num_slots=6, runner_class=runner_class)
-    guides = world.executor._guides = LateGuides()
+    guides = world.executor.guides = LateGuides()
     for _ in range(3):
         _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
     assert guides.num_late > 50

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from functools import partial
 
 import pytest
 from support.bench_modules import bench_imports
@@ -10,20 +12,35 @@ from support.bench_modules import bench_imports
 from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.tokenizer.grammar.compiler import GrammarLimits
 
 pytest.importorskip("xgrammar")
 with bench_imports():
-    from gpu.guided import array_of
+    from gpu.guided import _masks, array_of
     from gpu.guided_vocabulary import write_vocabulary
 
 SIZE = 4096
 
 
-def test_a_made_up_vocabulary_has_every_id_and_no_array_ends_early(tmp_path):
+def _folder(tmp_path):
     config = {"model_type": "llama", "vocab_size": SIZE, "eos_token_id": SIZE - 255, "architectures": ["X"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_vocabulary(tmp_path, SIZE, num_bytes=100_000)
-    vocabulary = GuidedVocabulary.of(Vocabulary.load(tmp_path))
+    return GuidedVocabulary.of(Vocabulary.load(tmp_path))
+
+
+async def test_masks_of_tools_are_compiled_and_cached_however_small_the_cache(tmp_path, monkeypatch):
+    """All of them after one another found none: a cache of the latest few has lost the first when it is asked again."""
+    vocabulary = _folder(tmp_path)
+    monkeypatch.setattr("gpu.guided.GrammarLimits", partial(GrammarLimits, cache_bytes=700_000))
+    found = await _masks(Namespace(tools=3), tmp_path, vocabulary)
+    assert found["cache_hits"] == 3 and len(found["cached_us_p50_p99"]) == len(found["by_process_ms_p50_p99"]) == 2
+    nothing = await _masks(Namespace(tools=0), tmp_path, vocabulary)
+    assert nothing["cache_hits"] == 0 and nothing["cached_us_p50_p99"] == nothing["fill_us_p50_p99"] == []
+
+
+def test_a_made_up_vocabulary_has_every_id_and_no_array_ends_early(tmp_path):
+    vocabulary = _folder(tmp_path)
     texts = vocabulary.token_bytes[: SIZE - 256]
     assert all(texts) and len(set(texts)) == len(texts) and {bytes([byte]) for byte in range(256)} <= set(texts)
     assert vocabulary.vocab_size == SIZE and vocabulary.eos_ids == (SIZE - 255,)

@@ -18,7 +18,7 @@ from radixmesh.daemons.runtime.guided.backend import CompiledGrammar
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import Admit, NoToken, Release, SlotError
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from radixmesh.cli.access import Access, access_of
-from radixmesh.cli.bench.serve import _target_options
+from radixmesh.cli.bench.serve import target_options
 from radixmesh.cli.bench.serve_flags import serve_parser
 
 MESH, WEB = "grpc://127.0.0.1:1", "https://api.example.com/v1"
@@ -39,7 +39,7 @@ def test_a_key_goes_only_to_whom_it_is_for(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "key").write_text("file-key")
 
     def sent(address: str, *arguments: str) -> str:
-        return _target_options(serve_parser().parse_args(arguments), address).api_key
+        return target_options(serve_parser().parse_args(arguments), address).api_key
 
     assert (sent(MESH), sent(WEB)) == ("mesh-key", "web-key")
     for arguments in (["--api-key", "given"], ["--api-key", "given", "--api-key-file", str(tmp_path / "key")]):

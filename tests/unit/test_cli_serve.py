@@ -72,7 +72,7 @@ def test_daemons_start_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     """Whoever waited for a healthy worker would begin its imports when everything else is over."""
     for name in ("FOLDER", "WORKER", "WORKERS", "ROUTER", "PORT", "GRPC_PORT"):
         monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "1")
-    compose = read_compose([serve._COMPOSE_FILE, serve._RANKS_FILE], dict(os.environ))
+    compose = read_compose([serve.COMPOSE_FILE, serve.RANKS_FILE], dict(os.environ))
     waits = [one for service in compose.services.values() for one in service.depends_on]
     assert len(waits) > 4 and all(one.condition is DependencyCondition.STARTED for one in waits)
 

@@ -18,9 +18,10 @@ from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks import peer_memory
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, TokenRing
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import tuned_rows
-from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 from radixmesh.daemons.worker.speculation.drafter import EachRow
@@ -298,6 +299,39 @@ def test_flags_that_ask_for_drafts_reach_a_worker_on_a_gpu(monkeypatch, flags, w
     load_model(WorkerSettings(backend=Backend.CUDA, model=model, **flags))
     got = runner.verified
     assert want == ((got["drafter"], got["max_drafts"], got["max_forced"]) if got else None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num"),
+    [
+        ({"mask_processes": 2}, 2),
+        ({}, 1),
+        ({"mask_processes": 0}, 0),
+        ({"jump_forward_tokens": 2, "mask_processes": 2}, 0),
+        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM, "speculative_num_steps": 3}, 0),
+        ({"mask_processes": 2, "tp_size": 2, "group_host": "localhost"}, 0),
+    ],
+)
+def test_masks_of_a_worker_on_a_gpu_are_filled_by_processes_unless_it_drafts(monkeypatch, flags, num):
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(7))
+
+    def load(folder, settings, *others, **named):
+        assert settings.mask_processes == num
+        runner = _Verifying()
+        runner.takes_grammars = True
+        runner.masks = SlotMasks(HostDevice(), num_slots=8, max_rows=8, vocab_size=64, num_processes=num)
+        return runner
+
+    monkeypatch.setattr("radixmesh.daemons.worker.cuda.load.load_cuda_runner", load)
+    model = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+    guides = load_model(WorkerSettings(backend=Backend.CUDA, model=model, num_slots=8, **flags)).guides
+    try:
+        assert (guides is None) == (num == 0)
+        assert guides is None or (len(guides.pids) == num and guides.wait_ready(0.0))
+    finally:
+        if guides is not None:
+            guides.close()
 
 
 def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():

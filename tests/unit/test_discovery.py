@@ -302,7 +302,7 @@ async def test_watches_that_end_at_once_are_opened_with_pauses(tmp_path: Path) -
 async def test_terminating_pods_are_gone_and_ports_go_by_number_too(tmp_path: Path) -> None:
     leaving = slice_of("s1", "10.0.0.1", terminating=True)
     async with cluster(tmp_path, [([leaving, slice_of("s2", "fd00::7")], "1")], [(200, [])]) as (_, source):
-        source._port = "7000"
+        source.port = "7000"
         assert await anext(source.watch()) == {"[fd00::7]:7000"}
 
 

@@ -250,7 +250,7 @@ def test_a_client_that_comes_and_cancels_leaves_nothing_behind() -> None:
     assert len(line.heap) < 200 and len(line.flows) == 1 and len(line.left) <= 7
     for number in range(600):
         bench.queue.remove(bench.add(Item("t", line=f"model-{number}")))
-    assert len(bench.queue._lines) <= 257
+    assert len(bench.queue.lines) <= 257
     assert bench.serve() == [stays]
 
 
@@ -274,4 +274,4 @@ def test_running_outputs_are_never_lost_from_the_count(events: list[tuple[str, b
             running.left(tenant)
             there[tenant] -= 1
         assert running.num_of(tenant) == there[tenant] and running.is_at_limit(tenant) == (there[tenant] >= 3)
-    assert len(running._num_of) == sum(1 for count in there.values() if count)
+    assert running.num_tenants == sum(1 for count in there.values() if count)

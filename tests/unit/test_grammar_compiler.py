@@ -160,7 +160,7 @@ async def test_turns_of_waiters_that_leave_are_passed_on() -> None:
     tasks = {name: asyncio.ensure_future(take(name)) for name in ("a1", "b1", "c1")}
     while order[-1] != "a1":
         await asyncio.sleep(0)
-    turns._pass_on()
+    turns.pass_on()
     tasks["b1"].cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     assert order[-2:] == ["a1", "c1"]

@@ -26,7 +26,7 @@ async def test_a_worker_that_loads_is_told_of_once(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(60.0)
         raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, text)
 
-    monkeypatch.setattr(GroupClient, "_try_claim", refused)
+    monkeypatch.setattr(GroupClient, "try_claim", refused)
     log = SimpleNamespace(info=lambda event, **fields: told.append(str(fields["error"])))
     monkeypatch.setattr(group_client, "log", log)
     pauses: list[float] = []

@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.guided.guides import jump_forward
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 pytest.importorskip("xgrammar")
@@ -159,7 +159,7 @@ def test_drafts_change_no_token(guided: Guided) -> None:
         drafted, is_over = guided.write(guided.steps(), SOURCES["schema"], Sampling(temperature=1.0, seed=ENDS))
     finally:
         guided.runner.max_tokens_per_row = 1
-        guided.runner._drafter = None
+        guided.runner.drafter = None
     assert is_over and drafted == plain
 
 
@@ -191,7 +191,7 @@ def test_forced_texts_are_jumped_over_and_change_no_token(guided: Guided, temper
             num_steps += guided.num_steps - before
     finally:
         guided.runner.max_tokens_per_row = 1
-        guided.runner._drafter = None
+        guided.runner.drafter = None
     assert jumped == plain and all(is_over for _, is_over in plain)
     num_tokens = sum(len(tokens) + 1 for tokens, _ in plain)
     assert num_tokens > 1.3 * num_steps, (num_tokens, num_steps)
@@ -266,7 +266,7 @@ def test_a_draft_that_leaves_no_token_ends_its_output_alone(guided: Guided) -> N
                 text += ids.tolist()
     finally:
         guided.runner.max_tokens_per_row = 1
-        guided.runner._drafter = None
+        guided.runner.drafter = None
     assert [(error.slot, error.error.reason_name) for error in errors] == [(0, "INVALID_GRAMMAR")]
     assert guided.text(texts[0]) == "abcdefgh"
     eos = set(guided.vocabulary.identity.eos_ids)

@@ -21,9 +21,9 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_memory import host_segment
 from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
-from radixmesh.daemons.worker.plans.host_records import HostRecords
-from radixmesh.daemons.worker.plans.host_tier import HostTier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier
 
 NONE = np.zeros(0, np.int32)
 
@@ -119,18 +119,18 @@ def test_a_new_group_keeps_them_with_equal_generations(path: Path) -> None:
 
 def test_records_that_were_cut_short_are_none(path: Path) -> None:
     """Any word of a record that is another, and a record at another place."""
-    for word in range(host_segment._IDS + PAGE_SIZE):
+    for word in range(host_segment.IDS + PAGE_SIZE):
         life = Life(path)
         life.records.flush()
         life.save([0, 1, 2], ids_of(0, 3))
         life.save([4], ids_of(40, 1))
-        life.segment._rows[1, word] ^= 1 << 7
+        life.segment.rows[1, word] ^= 1 << 7
         life.end()
         life = Life(path)
         assert life.check() == [0, 4], word
         life.end()
     life = Life(path)
-    life.segment._rows[7] = life.segment._rows[4]
+    life.segment.rows[7] = life.segment.rows[4]
     life.end()
     assert Life(path).check() == [0, 4]
 
@@ -139,13 +139,13 @@ def test_a_name_that_is_not_the_pages_is_noticed(path: Path) -> None:
     life = Life(path)
     life.save([0], ids_of(0, 1), name="0:salt")
     life.save([1], ids_of(0, 1))
-    life.segment._name_rows[life.segment._names["0:salt"], 4] ^= 1
+    life.segment.name_rows[life.segment.names["0:salt"], 4] ^= 1
     life.end()
     assert Life(path).check() == [1]
 
 
 def test_names_without_end_take_bounded_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_segment, "_NUM_NAMES", 8)
+    monkeypatch.setattr(host_segment, "NUM_NAMES", 8)
     life = Life(path)
     for number in range(100):
         life.save([number % 5], ids_of(number, 1), name=f"0:{number}")
@@ -165,7 +165,7 @@ def test_what_another_left_is_not_believed(path: Path, change: str, monkeypatch:
     life.save([0], ids_of(0, 1))
     life.end()
     if change == "boot":
-        monkeypatch.setattr(host_segment, "_boot_id", lambda: b"other".ljust(36))
+        monkeypatch.setattr(host_segment, "boot_id", lambda: b"other".ljust(36))
     if change == "sizes":
         other = segment_at(path)
         other.open(NUM_PAGES, PAGE_BYTES - 8)
@@ -229,7 +229,7 @@ def kill_writers(path: Path, seeds: range) -> int:
 
 def _wait_until_changed(path: Path, rng: np.random.Generator) -> None:
     """Until the writer has changed some records since now, a random number of times."""
-    start = host_segment._HEADER_BYTES + host_segment._NUM_NAMES * host_segment._NAME_BYTES
+    start = host_segment.HEADER_BYTES + host_segment.NUM_NAMES * host_segment.NAME_BYTES
     before, num, wanted = b"", 0, int(rng.integers(2, 16))
     with path.open("rb", buffering=0) as file:
         while num < wanted:

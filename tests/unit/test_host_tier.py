@@ -17,7 +17,7 @@ from radixmesh.daemons.runtime.steps.step import PageCopy, PageMove, Release, St
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto, plan_to_proto
 from radixmesh.daemons.scheduler.cache.feed import Inserted
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
-from radixmesh.daemons.scheduler.cache.watch import _snapshot
+from radixmesh.daemons.scheduler.cache.watch import snapshot_messages
 from radixmesh.daemons.scheduler.group.rank_results import CommonLoads
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings, WritePolicy
 from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
@@ -30,8 +30,8 @@ from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.host_tier import HostTier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
@@ -233,9 +233,9 @@ def test_a_load_is_complete_when_all_workers_of_a_rank_say_so():
 def test_cpu_pages_come_back_as_they_were(page_size, dtype):
     layout = KvLayout(num_layers=3, planes=(KvPlane(name="k", row_shape=(2, 5)), KvPlane(name="v", row_shape=(7,))))
     pool = KvPool(layout, num_pages=6, page_size=page_size, dtype=dtype, device=torch.device("cpu"))
-    for (_, layer), view in pool._token_views.items():
+    for (_, layer), view in pool.token_views.items():
         view.copy_(torch.randn(view.shape) + layer)
-    before = {key: view.clone() for key, view in pool._token_views.items()}
+    before = {key: view.clone() for key, view in pool.token_views.items()}
     loaded = []
     host = ArrayHostPool(
         4 * 3 * page_size * 17 * dtype.itemsize, pool.page_planes(), lambda pages: loaded.append(pages)
@@ -244,7 +244,7 @@ def test_cpu_pages_come_back_as_they_were(page_size, dtype):
     host.save(as_ints([1, 4]), as_ints([3, 0]))
     pool.clear()
     host.load(as_ints([0, 3]), as_ints([2, 5])).wait()
-    for key, view in pool._token_views.items():
+    for key, view in pool.token_views.items():
         pages = view.unflatten(0, (-1, page_size))
         old = before[key].unflatten(0, (-1, page_size))
         assert torch.equal(pages[2], old[4]) and torch.equal(pages[5], old[1])
@@ -487,7 +487,7 @@ async def test_watchers_see_both_tiers():
     events = feed.events_after(revision, 1000, 1 << 20)
     assert {event.tier for event in events if isinstance(event, Inserted)} == {0, 1}
     assert {event.rank for event in events if isinstance(event, Inserted)} == {0}
-    messages = [message async for message in _snapshot(feed.open(), feed.revision, feed.num_ranks)]
+    messages = [message async for message in snapshot_messages(feed.open(), feed.revision, feed.num_ranks)]
     inserts = [insert for message in messages for insert in message.inserts]
     tokens = {tier: sum(len(i.ids) // 4 for i in inserts if i.tier == tier) for tier in (0, 1)}
     state = world.planner.state

@@ -46,7 +46,7 @@ def test_pages_add_up_and_no_lock_is_left(steps: list[tuple[str, int]], page_siz
             try:
                 found = arrivals.reserve(state, f"t{which}", ids, "", 4.0, 1, now)
             except MeshError:
-                assert f"t{which}" in arrivals._arrivals
+                assert f"t{which}" in arrivals
                 continue
             if found is not None:
                 live[which] = found
@@ -115,7 +115,7 @@ def test_a_flush_does_not_wait_for_transfers_whose_requests_wait_for_the_flush(i
     plan = planner.plan(0.0)
     assert plan is not None and plan.barrier_ops, "nothing else runs"
     assert not len(arrivals) and state.num_available == state.num_pages
-    assert wish in planner.flush._planned
+    assert wish in planner.flush.planned
 
 
 def test_a_flush_ends_what_is_on_its_way_and_what_arrived_is_counted_once() -> None:

@@ -121,9 +121,9 @@ def test_a_write_that_ends_anywhere_leaves_whole_pages(tmp_path: Path, monkeypat
 
 
 def _record(page: Page):  # type: ignore[no-untyped-def]
-    from radixmesh.daemons.worker.kv_store.store import _stored
+    from radixmesh.daemons.worker.kv_store.store import stored_page
 
-    return _stored(page)
+    return stored_page(page)
 
 
 def _target(page: Page):  # type: ignore[no-untyped-def]
@@ -262,7 +262,7 @@ def test_another_budget_at_the_next_start(tmp_path: Path) -> None:
     store = KvStore(disk(tmp_path))
     for chain in range(6):
         store.put(pages_of(chain, 10, 4000)).result()
-    abandoned = store._backend
+    abandoned = store.backend
     assert isinstance(abandoned, DiskBackend)
     abandon(abandoned)
     abandoned._fd = None

@@ -22,9 +22,9 @@ from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.memory_backend import MemoryBackend
 from radixmesh.daemons.worker.kv_store.store import KvStore, QueueLimits
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.plans import store_tier
-from radixmesh.daemons.worker.plans.host_records import HostRecords
-from radixmesh.daemons.worker.plans.store_tier import StoreTier
+from radixmesh.daemons.worker.plans.tiers import store_tier
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 from radixmesh.worker.v1 import worker_pb2
 
 SIZE, NUM, BYTES = 4, 12, 64
@@ -313,7 +313,7 @@ async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: py
     await asyncio.to_thread(backend.entered.acquire)
     closing = threading.Thread(target=side.tier.close)
     closing.start()
-    while not side.tier._is_closed:
+    while not side.tier.is_closed:
         await asyncio.sleep(0.002)
     with pytest.raises(KvStoreError):
         while True:

@@ -9,7 +9,7 @@ knobs = pytest.importorskip("triton.knobs")
 
 
 def test_a_kernel_that_is_compiled_late_is_a_line_of_the_log(monkeypatch, caplog):
-    from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
+    from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import watch_compiles
 
     monkeypatch.setattr(knobs.compilation, "listener", None)
     watch_compiles()

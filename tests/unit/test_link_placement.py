@@ -147,7 +147,7 @@ def test_a_prefix_in_host_memory_costs_its_load() -> None:
     assert placement.matched_tokens(request, cheap) == 608
     for row in (dear, cheap, half, near):
         placement.remove(row)
-    assert not len(placement._index) and not len(placement._host_index)
+    assert not len(placement.index) and not len(placement.host_index)
 
 
 def test_a_cost_that_is_none_is_not_believed() -> None:

@@ -137,4 +137,4 @@ def test_models_that_clients_make_up_take_bounded_memory() -> None:
     table = LinkTable(Replicas(), Clock())
     for made_up in range(1000):
         assert not len(table.able(output_of(f"made-up-{made_up}", 8)))
-    assert len(table._serving) <= 64
+    assert len(table.serving) <= 64

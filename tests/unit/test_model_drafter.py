@@ -142,9 +142,9 @@ def test_kv_that_lapsed_is_rebuilt_when_drafts_pay_again(algorithm: str, model: 
 def test_a_broken_network_drafts_what_is_never_taken() -> None:
     """Weights of NaN: drafts are ids all the same, and outputs are untouched."""
     runner, _ = _drafting("tiny-llama", "standalone")
-    drafter = runner._drafter
+    drafter = runner.drafter
     assert isinstance(drafter, ModelDrafter)
-    drafter._model.logits = lambda output: np_nan(len(output), runner.vocab_size)  # type: ignore[method-assign]
+    drafter.model.logits = lambda output: np_nan(len(output), runner.vocab_size)  # type: ignore[method-assign]
     world = _world(runner)
     tokens = _recite(world, "tiny-llama", 0, max_tokens=40)
     assert tokens == _recite(_world(_runner("tiny-llama")), "tiny-llama", 0, max_tokens=40)
@@ -160,7 +160,7 @@ def test_kv_of_another_worker_is_drafted_for_as_if_its_pages_had_never_been_used
     rows = []
     for earlier in (None, np.arange(300, 348, dtype=np.int32)):
         runner, noted = _drafting(model, algorithm)
-        drafter = runner._drafter
+        drafter = runner.drafter
         assert isinstance(drafter, ModelDrafter)
         if earlier is not None:
             runner.forward([Segment(slot=0, ids=earlier, start=0, pages=pages, is_last_chunk=False)])
@@ -168,10 +168,10 @@ def test_kv_of_another_worker_is_drafted_for_as_if_its_pages_had_never_been_used
         noted.num_rows.clear()
         runner.write_kv(indexes, source.read_kv(indexes))
         outputs: list[torch.Tensor] = []
-        drafter._model.logits = lambda output, to=outputs, of=drafter._model.logits: to.append(output) or of(output)  # type: ignore[method-assign, func-returns-value]
+        drafter.model.logits = lambda output, to=outputs, of=drafter.model.logits: to.append(output) or of(output)  # type: ignore[method-assign, func-returns-value]
         drafter.propose([DraftRow(sample=sample_of(ids.tolist(), []), most=1, slot=0, pages=pages)])
         rows.append((noted.num_rows[0], outputs[0]))
-    assert rows[0][0] == rows[1][0] == len(ids) - drafter._model.first_position
+    assert rows[0][0] == rows[1][0] == len(ids) - drafter.model.first_position
     assert torch.equal(rows[0][1], rows[1][1]), "what an earlier request left there tells in the drafts of this one"
 
 
@@ -192,7 +192,7 @@ def test_ids_that_a_smaller_vocabulary_lacks_are_drafted_behind(tmp_path: Path) 
     pages = np.arange(8, dtype=np.int32)
     ids = np.array([40, size, runner.vocab_size - 1, 41], np.int32)
     runner.forward([Segment(slot=0, ids=ids, start=0, pages=pages, is_last_chunk=False)])
-    drafter = runner._drafter
+    drafter = runner.drafter
     assert drafter is not None
     (drafts,) = drafter.propose([DraftRow(sample=sample_of(ids.tolist(), [size]), most=2, slot=0, pages=pages)])
     assert len(drafts) == 2 and max(drafts) < size
@@ -278,9 +278,9 @@ def test_an_eagle3_head_computes_what_the_one_that_was_trained_does() -> None:
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     tokens = np.arange(40, 70, dtype=np.int32)
     outputs: list[torch.Tensor] = []
-    drafter._model.logits = lambda output: outputs.append(output) or torch.zeros(len(output), 768)  # type: ignore[method-assign, func-returns-value]
+    drafter.model.logits = lambda output: outputs.append(output) or torch.zeros(len(output), 768)  # type: ignore[method-assign, func-returns-value]
     shown: list[tuple[torch.Tensor, ...]] = []
-    drafter._model.features = lambda hidden, of=drafter._model.features: shown.append(hidden) or of(hidden)  # type: ignore[method-assign, func-returns-value]
+    drafter.model.features = lambda hidden, of=drafter.model.features: shown.append(hidden) or of(hidden)  # type: ignore[method-assign, func-returns-value]
     runner.verify(drafter, max_drafts=1)
     pages = np.arange(8, dtype=np.int32)
     runner.forward([Segment(slot=0, ids=tokens[:-1], start=0, pages=pages, is_last_chunk=False)])

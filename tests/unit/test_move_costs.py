@@ -61,7 +61,7 @@ def test_short_ones_are_computed_and_long_ones_sent() -> None:
     seconds = lambda num: {KV: 0.05 + 1e-6 * num, PREFILL: 1e-4 * num}  # noqa: E731
     for num in (100, 4000) * 40:
         world.move(num, seconds(num))
-    world.costs._num_chosen = 0
+    world.costs.num_chosen = 0
     assert [world.costs.choose(num) for num in (100, 4000)] == [PREFILL, KV]
     assert world.costs.seconds(KV, 4000) == pytest.approx(0.054, rel=0.05)
 

@@ -180,7 +180,7 @@ def test_a_session_stays_at_its_replica_until_that_is_gone_and_then_goes_on_wher
 
 def test_the_sessions_that_were_least_recently_seen_are_forgotten() -> None:
     policy = Session()
-    policy._MAX_SESSIONS = 100  # type: ignore[misc]
+    policy.MAX_SESSIONS = 100  # type: ignore[misc]
     candidates = candidates_of({"a": 0, "b": 0})
     for session in range(1, 1000):
         policy.pick(LENGTH, 7, candidates, session)

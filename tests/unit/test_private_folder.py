@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
-from radixmesh.daemons.worker.plans.private_folder import PrivateFolder
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.files.private_folder import PrivateFolder
 from radixmesh.worker.v1 import worker_pb2
 
 

@@ -122,6 +122,6 @@ def test_tokens_are_kept_no_longer_than_their_text_is_unread() -> None:
         for _ in range(2_000):
             reader.feed("word " * 4)
             counter.add(range(4), reader.reasoning_read())
-            most = max(most, sum(len(run.pieces) for run in counter._runs))
+            most = max(most, sum(len(run.pieces) for run in counter.runs))
         # Blanks at the end may be no part of what comes before them, and the marks' own length is not in the table.
         assert most < 12, name

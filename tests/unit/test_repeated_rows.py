@@ -7,7 +7,7 @@ import pytest
 from support.plans import Steps, admit, chunk, grant, simulated_executor
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
+from radixmesh.daemons.worker.plans.rows.repeated_rows import RepeatedRows
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 

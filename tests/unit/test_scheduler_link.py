@@ -74,9 +74,14 @@ class Events:
 
 class Talk:
     def __init__(self) -> None:
-        self.wire, self.events = Wire(), Events()
+        self.wire, self.events, self.now = Wire(), Events(), 0.0
         self.link = SchedulerLink(
-            "s", lambda address: self.wire, 60.0, make_hello("router", "r"), cast("SchedulerEvents", self.events)
+            "s",
+            lambda address: self.wire,
+            60.0,
+            make_hello("router", "r"),
+            cast("SchedulerEvents", self.events),
+            lambda: self.now,
         )
 
     def output(self) -> Output:
@@ -137,6 +142,28 @@ async def test_a_group_that_is_lost_under_outputs_counts_as_a_failure_and_starts
             await made.hear(serving)
             await made.hear(lost)
         assert made.link.health.is_passed_over
+
+
+async def test_a_group_that_is_claimed_in_vain_has_not_served_since_it_was_lost() -> None:
+    """Outputs leave it after a time: claims that fail again and again must not put that off."""
+    connecting, adopting, serving = (
+        Frame(load=scheduler_pb2.Load(group=group))
+        for group in (
+            scheduler_pb2.GROUP_STATE_CONNECTING,
+            scheduler_pb2.GROUP_STATE_ADOPTING,
+            scheduler_pb2.GROUP_STATE_SERVING,
+        )
+    )
+    async with talk() as made:
+        made.now = 5.0
+        await made.hear(connecting)
+        for made.now in (5.5, 6.0, 6.5):
+            await made.hear(adopting)
+            await made.hear(Frame(load=scheduler_pb2.Load(group=connecting.load.group, is_draining=True)))
+        assert made.link.group_since == 5.0
+        made.now = 7.0
+        await made.hear(serving)
+        assert made.link.group_since == 7.0
 
 
 async def test_a_speed_that_is_no_number_counts_as_not_known() -> None:

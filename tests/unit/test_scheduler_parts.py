@@ -169,7 +169,7 @@ async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned()
     stream = _Stream()
     claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
     world.executor.begin_epoch(1)
-    driving = asyncio.ensure_future(loop._drive(claimed))
+    driving = asyncio.ensure_future(loop.drive(claimed))
     loop.notify()
     async with asyncio.timeout(30):
         while len(stream.messages) < 2:
@@ -182,8 +182,7 @@ async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned()
         writing = asyncio.ensure_future(write())
         router.outbox.take(0)
         await asyncio.sleep(0)
-        loop._results.append([world.executor.run(stream.messages[0][0])])
-        loop._wake.set()
+        loop.received([world.executor.run(stream.messages[0][0])])
         while len(stream.messages) < 3:
             await asyncio.sleep(0)
         await writing
@@ -203,7 +202,7 @@ async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() 
         stream.messages.clear()
         for number, plan in enumerate(plans):
             result = world.executor.run(plan)
-            loop._take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
+            loop.take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
 
     await loop.sender.send_plans(stream)
     answer_all()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.grammars import AnyText, AnyTextBackend
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -114,7 +115,7 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     """A few calls a step; a mask without a token ends its own output, whose position is not told."""
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     calls: list[int] = []
     num = 24
@@ -146,18 +147,18 @@ def test_masks_of_a_device_are_written_where_it_reads_them(num_threads: int) -> 
     for slot, sink in enumerate(sinks):
         bits = np.flatnonzero(np.unpackbits(masks.words[sink.row].view(np.uint8), bitorder="little"))
         assert bits.tolist() == ([] if slot == 7 else [100 + slot, 8000])
-        assert masks._positions[sink.row] == (1 if slot == 7 else 2)
+        assert masks.positions[sink.row] == (1 if slot == 7 else 2)
     # The lowest id of a mask may be far behind the first words.
     filler.follow([(guide, (7000,)) for guide in guides])
     assert all(guide.wait(60) for guide in guides)
-    assert [int(masks._positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
+    assert [int(masks.positions[sink.row]) for sink in sinks] == [1 if slot == 7 else 3 for slot in range(num)]
 
 
 def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each time another group is the last one, whose masks may be late."""
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     for module in (guide_module, shared_calls):
         monkeypatch.setattr(module, "SLOW_S", 60.0)
@@ -187,7 +188,7 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
         filler.follow_here([(guide, (step,)) for guide in guides])
         assert calls == [100, 100, 100]
         assert sorted(row for rows in groups for row in rows) == list(range(num))
-        assert (masks._positions[:num] == 2 + step).all()
+        assert (masks.positions[:num] == 2 + step).all()
         last_rows.append(groups[-1])
     assert len(set(last_rows)) == 3
 
@@ -196,7 +197,7 @@ def test_masks_of_a_first_group_are_there_before_those_of_the_next_are_begun(mon
 def test_groups_are_shared_with_another_thread_and_all_are_through(num: int) -> None:
     pytest.importorskip("torch")
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 
     masks, guides = SlotMasks(HostDevice(), num_slots=num, max_rows=num, vocab_size=VOCAB_SIZE), []
     threads: dict[int, set[int]] = {}
@@ -215,7 +216,7 @@ def test_groups_are_shared_with_another_thread_and_all_are_through(num: int) -> 
     for step in range(3):
         threads.clear()
         filler.follow_here([(guide, (step,)) for guide in guides])
-        assert (masks._positions[:num] == 2 + step).all() and all(guide.is_ready for guide in guides)
+        assert (masks.positions[:num] == 2 + step).all() and all(guide.is_ready for guide in guides)
         assert threading.get_ident() in threads and len(threads) == (1 if num == 100 else 2)
 
 
@@ -243,3 +244,35 @@ def test_a_step_that_dies_is_through() -> None:
 
     through = guides.launched([0], tokens)
     assert through.acquire(timeout=60)
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_nobody_foresaw_ends_its_outputs_with_a_reason_and_no_thread(
+    monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    guides = [_guide(Counted([])) for _ in range(4)]
+    filler = MaskFiller(num_threads=1)
+    follow = filler.follow_here if is_here else filler.follow
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_calls, "_where_to_fill", lambda _: 1 // 0)
+        follow([(guide, (3,)) for guide in guides[:2]])
+        assert all(guide.wait(60) for guide in guides[:2])
+    for guide in guides[:2]:
+        assert guide.error is not None and guide.error.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+        assert "division" in guide.error.message and not guide.is_ready
+        guide.close()
+    follow([(guide, (3,)) for guide in guides[2:]])
+    assert all(guide.wait(60) and guide.is_ready for guide in guides[2:])
+
+
+def test_what_nobody_foresaw_in_a_step_ends_its_outputs_and_the_next_one_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guides = SlotGuides(VOCAB_SIZE)
+    matchers = [_guide(Counted([])) for _ in range(2)]
+    guides._guides.update(enumerate(matchers))
+    for raises in (lambda: 1 // 0, lambda: np.zeros((), np.int32)):  # No tokens, and no row of them.
+        assert guides.launched(np.array([0]), raises).acquire(timeout=60)  # type: ignore[arg-type]
+    assert [slot for slot, _ in guides.errors()] == [0]
+    assert guides.launched(np.array([1]), lambda: np.array([3], np.int32)).acquire(timeout=60)
+    assert matchers[1].wait(60) and matchers[1].is_ready and not guides.is_late(1)

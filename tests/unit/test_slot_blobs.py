@@ -9,8 +9,8 @@ from support.plans import admit
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
-from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.slot_blobs import SlotBlobs
 
 DATA = b"grammar"
 HASH = hashlib.sha256(DATA).hexdigest()

@@ -175,8 +175,8 @@ def _check_kv(runner: CpuRunner, checked: CpuRunner, page: int, num_own: int, ch
     num_pages = -(-len(chain) // size)
     pages = np.arange(num_pages, dtype=np.int32)
     checked.forward([Segment(slot=0, ids=np.array(chain, np.int32), start=0, pages=pages, is_last_chunk=False)])
-    for layer in range(runner._model.kv_layout.num_layers):
-        for plane in (plane.name for plane in runner._model.kv_layout.planes):
+    for layer in range(runner.model.kv_layout.num_layers):
+        for plane in (plane.name for plane in runner.model.kv_layout.planes):
             got = runner.pool.tokens(plane, layer)[page * size : page * size + num_own]
             want = checked.pool.tokens(plane, layer)[(num_pages - 1) * size : len(chain)]
             assert torch.equal(got, want), (page, layer, plane)

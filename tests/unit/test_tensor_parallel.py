@@ -123,14 +123,14 @@ def test_ranks_that_verified_other_tiles_agree_on_those_of_all(tmp_path: Path) -
 
     def rank(number: int) -> tuple[object, int]:
         runner = load(folder, group=group.groups[number])
-        functions = [probe.function for probe in runner._model.row_probes()]
+        functions = [probe.function for probe in runner.model.row_probes()]
         sizes = (4, 8, 32) if number else (2, 8, 32, 64)
-        runner._own_tiles = RowTiles(sizes, [functions[number]])
+        runner.own_tiles = RowTiles(sizes, [functions[number]])
         runner.formed()
-        assert runner._tiles.row_by_row == {functions[0], functions[1]}
-        by_row = [functions.index(function) for function in runner._tiles.row_by_row]
+        assert runner.tiles.row_by_row == {functions[0], functions[1]}
+        by_row = [functions.index(function) for function in runner.tiles.row_by_row]
         logits_of(runner, [NUM_TOKENS])
-        return runner._tiles.sizes, len(by_row)
+        return runner.tiles.sizes, len(by_row)
 
     with closing(ThreadGroup(2)) as group:
         assert group.run(rank) == [((8, 32), 2)] * 2

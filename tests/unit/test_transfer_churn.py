@@ -76,7 +76,7 @@ async def test_a_day_of_writers_leaves_no_staging(kind: type[RegionMemory], hour
                 receiver.prepare(f"t{number}", epoch, first_token=0, num_tokens=size, token_bytes=16, lease_s=LEASE_S)
             except MeshError:
                 assert pool.num_bytes > 0, "there was room"
-        regions = list(receiver._regions.values())
+        regions = list(receiver.regions.values())
         if rng.random() < 0.8:  # A scheduler that lives renews what it waits for; now and then it is stopped.
             receiver.renew([r.key.transfer_id for r in regions if rng.random() < 0.9], epoch, LEASE_S)
         for region in regions:
@@ -125,7 +125,7 @@ async def test_a_day_of_writers_leaves_no_staging(kind: type[RegionMemory], hour
             epoch += 1
             receiver.begin_epoch(epoch)
         most_quarantined = max(most_quarantined, receiver.num_quarantined_bytes)
-        assert pool.num_bytes == sum(r.num_bytes for r in receiver._regions.values()) <= pool.max_bytes
+        assert pool.num_bytes == sum(r.num_bytes for r in receiver.regions.values()) <= pool.max_bytes
     assert over[0] > 100 * hours and over[1] > 10 * hours, over
     assert most_quarantined, "stopped writers keep their regions"
     for writer in writers:

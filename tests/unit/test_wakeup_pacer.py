@@ -26,7 +26,7 @@ async def rounds_of(num: int, pacer: WakeupPacer | None = None) -> list[list[int
 
 
 async def test_a_round_takes_so_many_and_the_others_follow_in_order() -> None:
-    most = wakeup_pacer._PER_TURN
+    most = wakeup_pacer.PER_TURN
     assert await rounds_of(1) == [[0]]
     assert await rounds_of(most) == [list(range(most))], "up to a round, nobody is delayed"
     rounds = await rounds_of(2 * most + 1)

@@ -15,8 +15,8 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
 from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind

@@ -48,7 +48,7 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     plot_load = _plotter() if options.plot is not None else None
     plain = plain_turns(options) if options.oracle else None
     terminal = Terminal()
-    async with open_target(address, _target_options(options, address)) as target:
+    async with open_target(address, target_options(options, address)) as target:
         vocab_size = await target.prepare()
         vocab_size = options.vocab_size or vocab_size
         turns, share = _fitting_turns(options, vocab_size, target.context, terminal)
@@ -115,7 +115,7 @@ def _plotter() -> Callable[[Sequence[RequestRecord], str], str]:
     return plot_load
 
 
-def _target_options(options: argparse.Namespace, address: str) -> TargetOptions:
+def target_options(options: argparse.Namespace, address: str) -> TargetOptions:
     access = access_of(options)
     return TargetOptions(
         model=options.model,

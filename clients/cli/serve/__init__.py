@@ -20,8 +20,8 @@ from radixmesh.cli.serve.model_check import (
 from radixmesh.cli.serve.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.cli.terminal import Terminal
 
-_COMPOSE_FILE = Path(__file__).parent / "serve.yml"
-_RANKS_FILE = Path(__file__).parent / "serve_ranks.yml"
+COMPOSE_FILE = Path(__file__).parent / "serve.yml"
+RANKS_FILE = Path(__file__).parent / "serve_ranks.yml"
 _MOST_RANKS = 8
 _EXIT_USAGE = 2
 
@@ -57,7 +57,7 @@ def serve_environment(model: str, gpu: str) -> Path:
     folder = find_model_folder(model, revision=None, say=lambda line: None)
     worker = _worker_flags(options, folder, served_name(model), check_model(folder))
     _set_environment(options, folder, worker, [])
-    return _COMPOSE_FILE
+    return COMPOSE_FILE
 
 
 def _set_environment(options: argparse.Namespace, folder: Path, worker: Sequence[str], router: Sequence[str]) -> None:
@@ -146,9 +146,9 @@ def _router_flags(options: argparse.Namespace, names: Sequence[str]) -> list[str
 
 
 def _up_arguments(options: argparse.Namespace) -> list[str]:
-    arguments = ["-f", str(_COMPOSE_FILE)]
+    arguments = ["-f", str(COMPOSE_FILE)]
     if options.tp > 1:
-        arguments += ["-f", str(_RANKS_FILE)]
+        arguments += ["-f", str(RANKS_FILE)]
         for name in _rank_services(_MOST_RANKS)[options.tp :]:
             arguments += ["--scale", f"{name}=0"]
     for flag, value in (("-p", options.project), ("--run-folder", options.run_folder)):

@@ -18,6 +18,8 @@ const CHANNEL_OPTIONS = {
   // A router that was restarted is found again at once, not after grpc's backoff of up to 120 s.
   "grpc.initial_reconnect_backoff_ms": 50,
   "grpc.max_reconnect_backoff_ms": 250,
+  // A name is asked for again once a second after a loss, not every 30 s: a container may come back at another address.
+  "grpc.dns_min_time_between_resolutions_ms": 1_000,
   // One client's closing or backoff is no other's.
   "grpc.use_local_subchannel_pool": 1,
   // Routers are given by address: an http_proxy of the environment is never meant for them.

@@ -57,7 +57,7 @@ class ReasoningTokens:
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
         self.num = 0
-        self._runs: deque[_Run] = deque()
+        self.runs: deque[_Run] = deque()
         self._spans: deque[Span] = deque()
         # Characters of the text that all tokens so far have ended, and the bytes of one that is not ended.
         self._num_chars = 0
@@ -71,20 +71,20 @@ class ReasoningTokens:
         pieces = [data for data in map(self._bytes_of, ids) if data]
         if pieces:
             run = _placed(pieces, self._kept, self._num_chars)
-            self._runs.append(run)
+            self.runs.append(run)
             self._kept = run.left
             self._num_chars = run.end - bool(run.left)
         self._spans.extend(read.spans)
         self._count()
-        while self._runs and self._runs[0].end <= read.settled:
-            self._runs.popleft()
+        while self.runs and self.runs[0].end <= read.settled:
+            self.runs.popleft()
         if read.is_past and not (self._spans and self._num_chars < self._spans[-1].end):
             self._is_done = True
-            self._runs.clear()
+            self.runs.clear()
 
     def _count(self) -> None:
         """Counts the tokens that the spans touch, each once; tokens before the first span are dropped."""
-        runs, spans = self._runs, self._spans
+        runs, spans = self.runs, self._spans
         while runs and spans:
             run, span = runs[0], spans[0]
             if span.end <= run.start:

@@ -82,7 +82,7 @@ class KubernetesSource(AddressSource):
         selector = quote(f"kubernetes.io/service-name={name}")
         base = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
         self._target = f"{base}?labelSelector={selector}"
-        self._port = port
+        self.port = port
         self._api = api
         self._account = account
         self._pause_s = pause_s
@@ -147,9 +147,9 @@ class KubernetesSource(AddressSource):
         )
 
     def _port_of(self, found: _Slice) -> int:
-        if self._port.isdecimal():
-            return int(self._port)
-        return next((port.port or 0 for port in found.ports or () if port.name == self._port), 0)
+        if self.port.isdecimal():
+            return int(self.port)
+        return next((port.port or 0 for port in found.ports or () if port.name == self.port), 0)
 
     def _endpoint(self) -> Endpoint:
         api = self._api

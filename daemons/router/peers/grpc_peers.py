@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from radixmesh.daemons.router.peers.encode_stream import EncodeStream
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerReplica
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Trim
@@ -33,8 +35,11 @@ log = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[Req, bytes]
 _SERVE = "/radixmesh.scheduler.v1.SchedulerService/Serve"
 _DETOKENIZE = "/radixmesh.detokenizer.v1.DetokenizerService/Detokenize"
+_ENCODE_EACH = "/radixmesh.tokenizer.v1.TokenizerService/EncodeEach"
 # For calls that still run on a channel that was replaced.
 _CLOSE_S = 5.0
+# After which a tokenizer that had no EncodeEach is asked for it again: it may have been upgraded.
+_UNARY_S = 60.0
 # For the status of a call that cannot be written to: it is there, or on its way.
 _STATUS_S = 1.0
 
@@ -90,6 +95,13 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
             return _broke_off(self._address, "the peer ended the stream")
         initial = grpc.aio.Metadata()
         return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
+
+
+class _SharedChannelStream(GrpcFrameStream[Req, Resp]):
+    """A bidi call on a channel that other calls use too."""
+
+    async def close(self) -> None:
+        self._call.cancel()
 
 
 def _broke_off(address: str, why: str) -> MeshError:
@@ -188,11 +200,22 @@ class GrpcTokenizer(TokenizerReplica):
         self.address = address
         self._tls = tls or TlsFiles()
         self._closing: set[asyncio.Task[None]] = set()
+        self._encoding: EncodeStream | None = None
+        self._unary_until_s = 0.0
         self._open()
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout_s: float) -> tokenizer_pb2.EncodeResponse:
+        stub = self._current()
+        stream = self._encode_stream()
+        if stream is not None and stream.takes(request.ByteSize()):
+            try:
+                return await stream.encode(request, current_context(), timeout_s)
+            except MeshError as error:
+                if not (stream.is_over and error.reason is ErrorReason.ERROR_REASON_UNSUPPORTED):
+                    raise
+                self._unary_until_s = time.monotonic() + _UNARY_S
         try:
-            return await self._current().Encode(request, timeout=timeout_s, metadata=_trace_metadata())
+            return await stub.Encode(request, timeout=timeout_s, metadata=_trace_metadata())
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
@@ -229,7 +252,22 @@ class GrpcTokenizer(TokenizerReplica):
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
+        if self._encoding is not None:
+            await self._encoding.close()
         await asyncio.gather(self._channel.close(), *self._closing)
+
+    def _encode_stream(self) -> EncodeStream | None:
+        """The stream for short calls, opened anew where it has ended; None: this tokenizer has none."""
+        if self._encoding is None or self._encoding.is_over:
+            if time.monotonic() < self._unary_until_s:
+                return None
+            serialize = tokenizer_pb2.EncodeEachRequest.SerializeToString
+            call: _Call[tokenizer_pb2.EncodeEachRequest] = _call(self._channel, _ENCODE_EACH, serialize)
+            stream = _SharedChannelStream(
+                self._channel, call, self.address, lambda raw: parse_frame(raw, tokenizer_pb2.EncodeEachResponse)
+            )
+            self._encoding = EncodeStream(stream, self.address)
+        return self._encoding
 
     def _open(self) -> None:
         self._stamp = self._tls.stamp()
@@ -245,6 +283,8 @@ class GrpcTokenizer(TokenizerReplica):
                 self._stamp = ()
                 log.warning("certificates_not_reloaded", error=str(error))
                 return self._stub
+            # Its stream ends with the former channel, behind the calls that it has.
+            self._encoding = None
             task = asyncio.ensure_future(former.close(_CLOSE_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

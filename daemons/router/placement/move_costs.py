@@ -72,11 +72,11 @@ class MoveCosts:
         self._clock = clock
         self._lines = {way: Line() for way in MoveWay}
         self._begun: dict[tuple[object, int], _Begun] = {}
-        self._num_chosen = 0
+        self.num_chosen = 0
 
     def choose(self, num_tokens: int) -> MoveWay:
         """The way for an output of which the next replica lacks so many tokens, where both are open."""
-        self._num_chosen += 1
+        self.num_chosen += 1
         seconds = {way: line.at(num_tokens) for way, line in self._lines.items()}
         by_kv, by_prefill = seconds[MoveWay.KV], seconds[MoveWay.PREFILL]
         if by_kv is None or by_prefill is None:
@@ -84,7 +84,7 @@ class MoveCosts:
             return MoveWay.KV if by_kv is None else MoveWay.PREFILL
         cheaper = MoveWay.KV if by_kv <= by_prefill else MoveWay.PREFILL
         other = MoveWay.PREFILL if cheaper is MoveWay.KV else MoveWay.KV
-        return other if self._num_chosen % _EXPLORE_EVERY == 0 else cheaper
+        return other if self.num_chosen % _EXPLORE_EVERY == 0 else cheaper
 
     def seconds(self, way: MoveWay, num_tokens: int) -> float | None:
         """As measured; None: not yet."""

@@ -84,7 +84,7 @@ class Placement:
         self._view_bytes = view_bytes
         self._now = now
         self._keys = PromptKeys(seed)
-        self._index, self._host_index = PrefixIndex(), PrefixIndex()
+        self.index, self.host_index = PrefixIndex(), PrefixIndex()
         self._sent_index = PrefixIndex()
         self._rows: dict[int, _Replica] = {}
         self._versions: tuple[int, ...] = (0,)
@@ -92,7 +92,7 @@ class Placement:
     def add(self, address: str) -> int:
         """A new replica's row."""
         row = self.replicas.add(address)
-        view = CacheView(row, self._index, self._keys, max_bytes=self._view_bytes, host_index=self._host_index)
+        view = CacheView(row, self.index, self._keys, max_bytes=self._view_bytes, host_index=self.host_index)
         sent = SentPrompts(row, self._sent_index, max_keys=_SENT_TOKENS // BLOCK)
         self._rows[row] = _Replica(view, sent)
         return row
@@ -157,10 +157,10 @@ class Placement:
         matched, load_tokens = np.zeros(len(chosen), dtype=np.int64), None
         if self.policy.needs_matches:
             # The last token is always computed.
-            on_device = np.minimum(self._matched(self._index, request, keys)[chosen], num_tokens - 1)
+            on_device = np.minimum(self._matched(self.index, request, keys)[chosen], num_tokens - 1)
             matched = on_device
-            if len(self._host_index):
-                on_host = np.minimum(self._matched(self._host_index, request, keys)[chosen], num_tokens - 1)
+            if len(self.host_index):
+                on_host = np.minimum(self._matched(self.host_index, request, keys)[chosen], num_tokens - 1)
                 matched = np.maximum(on_device, on_host)
                 load_tokens = (matched - on_device) * table.host_load_costs[chosen]
         candidates = Candidates(
@@ -195,7 +195,7 @@ class Placement:
         if not self.policy.needs_matches:
             return 0
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
-        matched = max(int(self._matched(index, request, keys)[row]) for index in (self._index, self._host_index))
+        matched = max(int(self._matched(index, request, keys)[row]) for index in (self.index, self.host_index))
         return min(matched, request.num_tokens - 1)
 
     def take_sent(self, decision: Decision, sequence: int) -> None:

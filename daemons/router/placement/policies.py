@@ -178,10 +178,10 @@ class Session(CacheAware):
     or full go where cache_aware places them, and the session follows.
 
     Several routers need no talk: one that meets a session for the first time finds its prefix where the others left it.
-    The sessions that were least recently seen are forgotten beyond _MAX_SESSIONS.
+    The sessions that were least recently seen are forgotten beyond MAX_SESSIONS.
     """
 
-    _MAX_SESSIONS = 65_536
+    MAX_SESSIONS = 65_536
 
     def __init__(self) -> None:
         self._homes: OrderedDict[int, str] = OrderedDict()
@@ -200,7 +200,7 @@ class Session(CacheAware):
         if session:
             self._homes[session] = names[int(candidates.rows[index])]
             self._homes.move_to_end(session)
-            if len(self._homes) > self._MAX_SESSIONS:
+            if len(self._homes) > self.MAX_SESSIONS:
                 self._homes.popitem(last=False)
         return index
 

@@ -46,6 +46,11 @@ class RunningOutputs:
         self._shares = shares
         self._num_of: dict[str, int] = {}
 
+    @property
+    def num_tenants(self) -> int:
+        """Those that have outputs at schedulers."""
+        return len(self._num_of)
+
     def num_of(self, tenant: str) -> int:
         """Outputs of a tenant that are at schedulers."""
         return self._num_of.get(tenant, 0)

@@ -103,6 +103,8 @@ class Output:
     backoff_until: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
     num_moves: int = 0
+    num_barren_moves: int = 0
+    """Of these the latest ones, between which no token came."""
     transfer_id: str = ""
     """Of the KV of its prompt that comes to its scheduler from a prefill elsewhere; empty = none does."""
     # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.

@@ -184,6 +184,10 @@ class GrammarBackend(ABC):
             raise invalid_grammar(message, "format")
         return self._read(data)
 
+    def use_one_thread(self) -> None:
+        """From now on masks are filled on the calling thread alone: this process is one of several that do."""
+        return
+
     @abstractmethod
     def _read(self, data: bytes) -> CompiledGrammar:
         """data: the artefact behind its format. Raises INVALID_GRAMMAR."""

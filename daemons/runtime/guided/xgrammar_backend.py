@@ -69,6 +69,9 @@ class XGrammarBackend(GrammarBackend):
             raise invalid_grammar(message, "keyword")
         return artefact
 
+    def use_one_thread(self) -> None:
+        _Matcher.fill_threads = 1
+
     def _read(self, data: bytes) -> CompiledGrammar:
         try:
             compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info)

@@ -44,6 +44,11 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     # Streams wait for a restarted peer: looking for it four times a second costs nothing worth their stall.
     ("grpc.max_reconnect_backoff_ms", 250),
+    # A name is asked for again after a loss, but by default not before 30 s have passed: a container that comes back at
+    # another address would be missed for as long. Once a second, as name_watch.py asks for peers.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # A name server that says nothing: by default for 120 s. What is resolved by then is used meanwhile.
+    ("grpc.dns_ares_query_timeout", 2_000),
     # Channels to one address share neither connection nor backoff: closing one and opening another starts afresh.
     ("grpc.use_local_subchannel_pool", 1),
     # The mesh talks to itself: an http_proxy of the environment is never meant for it.

@@ -65,8 +65,10 @@ class _Field(NamedTuple):
     inner: Descriptor | None
 
 
+@cache
 def scan_of(method: str) -> Callable[[bytes], None] | None:
-    """The check of the requests of "/package.Service/Verb"; None for a service that is not ours."""
+    """The check of the requests of "/package.Service/Verb", which some daemon serves; None for a service that is not
+    ours. Kept for ever: not to be asked with names that peers choose."""
     service_name, _, verb = method.lstrip("/").partition("/")
     if not service_name.startswith("radixmesh."):
         return None

@@ -39,7 +39,7 @@ async def watch_cache(
         revision = feed.revision
         if contents is None:
             raise _no_content(loop)
-        async for message in _snapshot(contents, revision, feed.num_ranks):
+        async for message in snapshot_messages(contents, revision, feed.num_ranks):
             _name_weights(message, digest)
             digest = ""
             yield message
@@ -56,7 +56,7 @@ async def watch_cache(
             await loop.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
 
 
-async def _snapshot(
+async def snapshot_messages(
     contents: Sequence[CacheContent], revision: int, num_ranks: int
 ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
     """The last message is the first without is_snapshot: it says that the snapshot is complete."""

@@ -116,7 +116,7 @@ class GroupClient:
             ours = make_hello(daemon="scheduler", instance_id=self._instance_id)
             stream = GroupStream([WorkerStream(rank, ours) for rank in ranks])
             try:
-                group = await self._try_claim(stream, ranks)
+                group = await self.try_claim(stream, ranks)
                 if group is not None:
                     self._last_stream, self._last_error = stream, ""
                     return group
@@ -145,7 +145,7 @@ class GroupClient:
             await asyncio.sleep(min(backoff, longest_s) * (1.0 + jitter))
             backoff = min(2 * backoff, longest_s)
 
-    async def _try_claim(self, stream: GroupStream, ranks: Sequence[RankTransport]) -> ClaimedGroup | None:
+    async def try_claim(self, stream: GroupStream, ranks: Sequence[RankTransport]) -> ClaimedGroup | None:
         """None: another scheduler holds the group."""
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             hellos = await stream.hello()

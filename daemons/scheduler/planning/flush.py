@@ -31,7 +31,7 @@ class CacheFlush:
         self.num_done = 0
         """Flushes that took place."""
         self._wanted: set[FlushWish] = set()
-        self._planned: set[FlushWish] = set()
+        self.planned: set[FlushWish] = set()
         self._flushed_pages = 0
         self._step_id = 0
 
@@ -41,7 +41,7 @@ class CacheFlush:
 
     def wish(self) -> FlushWish:
         """A new wish, which holds up admission until it is planned or withdrawn. Raises OVERLOADED at 64 of them."""
-        if len(self._wanted) + len(self._planned) >= _MAX_WISHES:
+        if len(self._wanted) + len(self.planned) >= _MAX_WISHES:
             message = f"{_MAX_WISHES} callers wait for a flush of the cache: retry when those are done"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
         wish = FlushWish()
@@ -51,7 +51,7 @@ class CacheFlush:
     def withdraw(self, wish: FlushWish) -> None:
         """Its caller waits no more, done or not. The others' wishes stay; a flush that was sent takes place."""
         self._wanted.discard(wish)
-        self._planned.discard(wish)
+        self.planned.discard(wish)
 
     def may_run(self, state: EpochState) -> bool:
         """True if no plan is in flight and no slot is held, nor by the worker: a barrier op runs before releases."""
@@ -61,7 +61,7 @@ class CacheFlush:
         """The plan that flushes. The scheduler's side is empty from now on."""
         state.decode_set.update()
         state.is_decode_set_unsent = False
-        self._planned |= self._wanted
+        self.planned |= self._wanted
         self._wanted.clear()
         self._step_id = state.next_step_id
         self._flushed_pages = sum(pages.flush() for pages in state.ranks)
@@ -79,12 +79,12 @@ class CacheFlush:
         if self._step_id and step_id >= self._step_id:
             self._step_id = 0
             self.num_done += 1
-            for wish in self._planned:
+            for wish in self.planned:
                 wish.is_done, wish.flushed_pages = True, self._flushed_pages
-            self._planned.clear()
+            self.planned.clear()
 
     def interrupted(self) -> None:
         """The epoch ended: those who still wait for a flush that was sent wish again."""
         self._step_id = 0
-        self._wanted |= self._planned
-        self._planned.clear()
+        self._wanted |= self.planned
+        self.planned.clear()

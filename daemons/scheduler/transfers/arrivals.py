@@ -94,6 +94,10 @@ class KvArrivals:
         self._now = 0.0
         self.num_arrived = self.num_failed = self.num_tokens = 0
 
+    def __contains__(self, transfer_id: str) -> bool:
+        """True until the transfer is over and taken."""
+        return transfer_id in self._arrivals
+
     def __len__(self) -> int:
         return len(self._arrivals)
 

@@ -53,7 +53,7 @@ class KvHandovers:
         self._finish = finish
         self._chunk_tokens = -(-chunk_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
         self._running: list[Sequence] = []
-        self._sent: dict[Sequence, int] = {}
+        self.sent: dict[Sequence, int] = {}
         """Position up to which the KV of a request was sent ahead; nothing is, and 0, for one of other tokens."""
         self._wanted: list[Handover] = []
         self._given_up: list[KvTarget] = []
@@ -62,7 +62,7 @@ class KvHandovers:
     def begin_epoch(self) -> None:
         """Requests in slots wait again; locks of the epoch before are void."""
         self._running.clear()
-        self._sent.clear()
+        self.sent.clear()
         self._wanted.clear()
         self._given_up.clear()
 
@@ -89,7 +89,7 @@ class KvHandovers:
 
     def pass_time(self) -> None:
         """Ends what was begun for requests that are over. Call before each plan."""
-        for sequence in [s for s in self._sent if s.lifecycle is Lifecycle.FINISHED]:
+        for sequence in [s for s in self.sent if s.lifecycle is Lifecycle.FINISHED]:
             self._give_up(sequence)
 
     def take_wanted(self) -> list[Handover]:
@@ -113,18 +113,18 @@ class KvHandovers:
         assert target is not None
         if not self._chunk_tokens:
             return
-        start = self._sent.get(sequence, target.first_token)
+        start = self.sent.get(sequence, target.first_token)
         # Never the last chunk: that is sent when the first token is there.
         end = min(table.computed_len.item(slot), target.end - 1)
         num = (end - start) // CHUNK_TOKENS * CHUNK_TOKENS
         if num < self._chunk_tokens:
             return
-        if sequence not in self._sent and not _is_meant(target, sequence):
+        if sequence not in self.sent and not _is_meant(target, sequence):
             return
         page_size = state.group.page_size
         pages = table.pages[slot, start // page_size : -(-(start + num) // page_size)].copy()
         generations = state.pages_of(slot).pool.generations[pages].copy()
-        self._sent[sequence] = start + num
+        self.sent[sequence] = start + num
         self._wanted.append(
             Handover(
                 target=target,
@@ -140,7 +140,7 @@ class KvHandovers:
         self.num_chunks += 1
 
     def _give_up(self, sequence: Sequence) -> None:
-        if self._sent.pop(sequence, None) is not None and sequence.submission.send_kv_to is not None:
+        if self.sent.pop(sequence, None) is not None and sequence.submission.send_kv_to is not None:
             self._given_up.append(sequence.submission.send_kv_to)
 
     def _hand_over(self, state: EpochState, sequence: Sequence) -> None:
@@ -159,7 +159,7 @@ class KvHandovers:
             self._give_up(sequence)
             return
         pages.cache.lock(match)
-        start = self._sent.pop(sequence, target.first_token)
+        start = self.sent.pop(sequence, target.first_token)
         rest = match.pages[start // page_size :]
         self._wanted.append(
             Handover(

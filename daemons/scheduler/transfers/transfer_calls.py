@@ -70,7 +70,7 @@ class TransferCalls:
                 self._renewing = self._spawn(self._renew())
         for arrival in self._planner.arrivals.take_failed():
             self._tell(arrival.transfer_id, None, _not_kept())
-            self._spawn(self._abort_arrival(arrival))
+            self._spawn(self.abort_arrival(arrival))
         handovers = self._planner.handovers
         given_up = handovers.take_given_up()
         for handover in handovers.take_wanted():
@@ -104,10 +104,10 @@ class TransferCalls:
             shares = [kv_share_of(rank.transfer_kv) for rank in ranks]
             arrival.parts = parts = rank_parts(arrival.transfer_id, shares, arrival.writers)
             async with asyncio.timeout(_TIMEOUT_S):
-                regions = await together([self._prepare(ranks[part.receiver], arrival, part) for part in parts])
+                regions = await together([self.prepare(ranks[part.receiver], arrival, part) for part in parts])
             if not arrivals.prepared(arrival):
                 # Given up meanwhile: that abort may have come before the region.
-                await self._abort_arrival(arrival)
+                await self.abort_arrival(arrival)
                 return
             addresses = self._addresses()[self._number_of(arrival.rank, 0) :]
             target = KvTarget(
@@ -134,9 +134,7 @@ class TransferCalls:
         finally:
             self._changed()
 
-    async def _prepare(
-        self, rank: WorkerStream, arrival: Arrival, part: RankPart
-    ) -> worker_pb2.PrepareTransferResponse:
+    async def prepare(self, rank: WorkerStream, arrival: Arrival, part: RankPart) -> worker_pb2.PrepareTransferResponse:
         request = worker_pb2.PrepareTransferRequest(
             transfer_id=part.transfer_id,
             epoch=rank.epoch,
@@ -213,7 +211,7 @@ class TransferCalls:
         """Among all workers, of one of a data-parallel rank."""
         return rank * self._tp_size + worker
 
-    async def _abort_arrival(self, arrival: Arrival) -> None:
+    async def abort_arrival(self, arrival: Arrival) -> None:
         parts = arrival.parts
         await self._abort([(self._number_of(arrival.rank, part.receiver), part.transfer_id) for part in parts])
 

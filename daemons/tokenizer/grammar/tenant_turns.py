@@ -28,14 +28,14 @@ class TenantTurns:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._pass_on()  # It came as the waiter left.
+                    self.pass_on()  # It came as the waiter left.
                 raise
         try:
             yield
         finally:
-            self._pass_on()
+            self.pass_on()
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
         while self._waiting:
             tenant, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()

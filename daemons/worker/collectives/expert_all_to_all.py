@@ -41,7 +41,7 @@ class AllToAllDispatch(ExpertDispatch):
         self._num_redundant = num_redundant
         self.rank, self.size = group.rank, group.size
         self.group = group
-        self._mode = DispatchMode.NORMAL
+        self.mode = DispatchMode.NORMAL
         self._max_rows = 0
         self.between: Callable[[], None] = _nothing
         """Called while rows are under way."""
@@ -49,7 +49,7 @@ class AllToAllDispatch(ExpertDispatch):
     def set_dispatch_mode(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
         # A scheduler that knows no modes leaves it open.
         is_low_latency = mode is DispatchMode.LOW_LATENCY and max_tokens_per_rank > 0
-        self._mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL
+        self.mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL
         self._max_rows = max_tokens_per_rank
 
     def slots_per_rank(self, num_experts: int) -> int:
@@ -62,7 +62,7 @@ class AllToAllDispatch(ExpertDispatch):
         order_P = ranks_P.argsort(stable=True)
         counts_N = ranks_P.bincount(minlength=self.size)
         packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), (slots_P % slots.per_rank)[order_P])
-        if self._mode is DispatchMode.LOW_LATENCY:
+        if self.mode is DispatchMode.LOW_LATENCY:
             capacity = self._max_rows * min(num_picks, slots.per_rank)
             assert int(counts_N.max()) <= capacity, (counts_N, capacity)
             first_N = torch.arange(self.size) * capacity

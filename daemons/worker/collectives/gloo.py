@@ -50,7 +50,7 @@ class GlooCommunicator(Communicator):
         except RuntimeError as error:
             raise RankLost(f"the ranks of {meeting.name} did not meet: {_first_line(error)}") from error
         # All ranks are there: one that came late to the meeting has not been silent.
-        self._heartbeat = Heartbeat(alive, meeting.rank, meeting.size)
+        self.heartbeat = Heartbeat(alive, meeting.rank, meeting.size)
 
     def new_store(self, name: str) -> Store:
         """A store that the ranks of this generation share under a name, by a connection of its own."""
@@ -58,7 +58,7 @@ class GlooCommunicator(Communicator):
 
     @property
     def is_whole(self) -> bool:
-        return not self._is_closed and not self._failure and not self._heartbeat.lost
+        return not self._is_closed and not self._failure and not self.heartbeat.lost
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.check()
@@ -120,12 +120,12 @@ class GlooCommunicator(Communicator):
         if self._is_closed:
             return
         self._is_closed = True
-        self._heartbeat.stop()
+        self.heartbeat.stop()
         # A process group waits for its running collectives when it goes: none of our threads may drop it before.
         threading.Thread(target=self._outlive_work, name="group-leaves", daemon=True).start()
 
     def _await(self, work: dist.Work) -> None:
-        rounds, polls = self._heartbeat.num_rounds, 0
+        rounds, polls = self.heartbeat.num_rounds, 0
         while True:
             try:
                 work.wait(_POLL)
@@ -136,21 +136,21 @@ class GlooCommunicator(Communicator):
                     return
             self.check()
             # The heartbeat's own thread waits for the store, in rank 0, if that hangs.
-            rounds, polls = self._heartbeat.num_rounds, polls + 1 if rounds == self._heartbeat.num_rounds else 0
+            rounds, polls = self.heartbeat.num_rounds, polls + 1 if rounds == self.heartbeat.num_rounds else 0
             if polls * _POLL.total_seconds() > MISSED_ROUNDS * PERIOD_S:
                 raise self._lost("the group's store at rank 0 does not answer")
 
     def check(self) -> None:
         if self._is_closed:
             raise CollectiveAborted(f"{self._meeting.name} was left")
-        if self._failure or self._heartbeat.lost:
-            raise self._lost(self._failure or self._heartbeat.lost)
+        if self._failure or self.heartbeat.lost:
+            raise self._lost(self._failure or self.heartbeat.lost)
 
     def _lost(self, why: str) -> RankLost:
         if not self._failure:
             self._failure = why
             _log.warning("rank_lost", group=self._meeting.name, rank=self._meeting.rank, error=why)
-            self._heartbeat.stop()
+            self.heartbeat.stop()
         return RankLost(f"{self._meeting.name}: {why}")
 
     def _outlive_work(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 1024
 # Threads: an attempt that nobody waits for any more goes on until a library's time limit, a minute or two.
-_MOST_ATTEMPTS = 64
+MOST_ATTEMPTS = 64
 
 
 class CollectiveMember:
@@ -41,12 +41,12 @@ class CollectiveMember:
         self.expert_group = RankGroup(layout.ep_rank, layout.ep_size)
         self.rendezvous = ""
         self._host = host
-        self._connect = connect
+        self.connect = connect
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
         self._num_attempts = 0
         self._store_lock = threading.Lock()
-        self._store: TCPStore | None = None
+        self.store: TCPStore | None = None
         self._listener: socket.socket | None = None
         if layout.rank == 0:
             self._listener = _listen(host)
@@ -88,8 +88,8 @@ class CollectiveMember:
             for group in self._groups
         ]
         with self._lock:
-            if self._num_attempts >= _MOST_ATTEMPTS:
-                raise RankLost(f"{_MOST_ATTEMPTS} attempts to meet others are not over yet: form the group in a minute")
+            if self._num_attempts >= MOST_ATTEMPTS:
+                raise RankLost(f"{MOST_ATTEMPTS} attempts to meet others are not over yet: form the group in a minute")
             self._num_attempts += 1
             attempt = self._attempt = _Attempt()
         # The libraries' calls cannot be interrupted: they go on in a thread whose outcome nobody may want any more.
@@ -116,13 +116,13 @@ class CollectiveMember:
     def _meet(self, generation: int, meetings: Sequence[Meeting]) -> list[Communicator]:
         # An attempt that was abandoned may still be here.
         with self._store_lock:
-            if self._listener is not None and self._store is None:
+            if self._listener is not None and self.store is None:
                 self._open_store(self._listener)
-            if self._store is not None:
-                self._forget_former(self._store, generation)
+            if self.store is not None:
+                self._forget_former(self.store, generation)
         communicators: list[Communicator] = []
         try:
-            communicators.extend(self._connect(meeting) for meeting in meetings)
+            communicators.extend(self.connect(meeting) for meeting in meetings)
         except Exception:
             _close(communicators)
             raise
@@ -142,7 +142,7 @@ class CollectiveMember:
         import torch.distributed as dist
 
         host, port = listener.getsockname()[:2]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 

@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
         shape: TreeShape | None = None,
     ) -> None:
         self.hidden_layers = model.hidden_layers
-        self._model, self._pool, self._attention = model, pool, attention
+        self.model, self._pool, self._attention = model, pool, attention
         self._shape = shape
         self._tiles = RowTiles(None)
         num_tokens = (pool.num_pages + 1) * pool.page_size
@@ -73,13 +73,13 @@ class ModelDrafter(Drafter):
         written = np.concatenate([of[s.start :] for of, s in zip(slots, segments, strict=True)])
         self._is_fresh[written] = False
         if self._features_SF is not None:
-            self._features_SF[torch.from_numpy(written)] = self._model.features(hidden)
+            self._features_SF[torch.from_numpy(written)] = self.model.features(hidden)
         parts = []
         for segment, of in zip(segments, slots, strict=True):
             end = segment.start + len(segment.ids)
             fresh_len = self._fresh_lens[segment.slot] = min(self._fresh_len(segment.slot, of), segment.start)
             is_chunk = segment.max_tokens is None and segment.task is Task.GENERATE
-            if is_chunk and fresh_len == segment.start and end <= self._model.max_total_len:
+            if is_chunk and fresh_len == segment.start and end <= self.model.max_total_len:
                 parts.append(_Part(segment.ids, segment.start, of))
         self._compute([part for part in map(self._behind_first, parts) if len(part.ids)])
 
@@ -112,7 +112,7 @@ class ModelDrafter(Drafter):
             slots = self._slots(row.pages, length + row.most)
             start = min(self._fresh_len(row.slot, slots[: length - 1]), length - 1)
             stop = min(length, start + 1 + MOST_BEHIND)
-            if length > self._model.max_total_len or length <= self._model.first_position:
+            if length > self.model.max_total_len or length <= self.model.first_position:
                 continue
             parts.append(self._behind_first(_Part(_ids(row.sample, start, stop), start, slots[:stop])))
             self._fresh_lens[row.slot] = stop
@@ -155,7 +155,7 @@ class ModelDrafter(Drafter):
     def _chain(self, rows: Sequence[DraftRow], chosen: list[int], output: torch.Tensor, drafts: list[IntArray]) -> None:
         """Drafts of the chosen rows. output: of the network for their last tokens."""
         while chosen:
-            logits = self._model.logits(output).numpy()
+            logits = self.model.logits(output).numpy()
             # With the noise of the position, by which the target samples too: drafts of sampled rows agree more often.
             inputs = [input_after(rows[index].sample, drafts[index]) for index in chosen]
             for index, token in zip(chosen, sample_rows(logits, inputs), strict=True):
@@ -186,7 +186,7 @@ class ModelDrafter(Drafter):
             inputs = [
                 input_after(rows[index].sample, trees[index].ids(trees[index].path(node))) for index, node in nodes
             ]
-            ranked = ranked_rows(self._model.logits(output).numpy(), inputs, self._shape.topk)
+            ranked = ranked_rows(self.model.logits(output).numpy(), inputs, self._shape.topk)
             number_of = {node: number for number, node in enumerate(nodes)}
             for index in chosen:
                 trees[index].grow([ranked[number_of[index, node]] for node in trees[index].frontier])
@@ -209,7 +209,7 @@ class ModelDrafter(Drafter):
             output = self._forward(parts, output[before] if self._features_SF is not None else None)
 
     def _may_go_on(self, row: DraftRow, num_drafts: int) -> bool:
-        return num_drafts < row.most and row.sample.position + num_drafts <= self._model.max_total_len
+        return num_drafts < row.most and row.sample.position + num_drafts <= self.model.max_total_len
 
     def _has_room(self, row: DraftRow, drafts: IntArray) -> bool:
         return self._may_go_on(row, len(drafts))
@@ -217,12 +217,12 @@ class ModelDrafter(Drafter):
     def _fresh_len(self, slot: int, slots: SlotArray) -> int:
         """Number of a sequence's first tokens that are fresh, as far as `slots` go. The first one has no row where rows
         have features."""
-        start = max(self._fresh_lens[slot], self._model.first_position)
+        start = max(self._fresh_lens[slot], self.model.first_position)
         is_fresh = self._is_fresh[slots[start:]]
         return min(start + (len(is_fresh) if is_fresh.all() else int(is_fresh.argmin())), len(slots))
 
     def _behind_first(self, part: _Part) -> _Part:
-        skipped = max(0, self._model.first_position - part.start)
+        skipped = max(0, self.model.first_position - part.start)
         return _Part(part.ids[skipped:], part.start + skipped, part.slots)
 
     def _compute(self, parts: Sequence[_Part]) -> torch.Tensor:
@@ -239,7 +239,7 @@ class ModelDrafter(Drafter):
         return output
 
     def _forward(self, parts: Sequence[_Part], features_TF: torch.Tensor | None) -> torch.Tensor:
-        first = self._model.first_position
+        first = self.model.first_position
         num_rows = sum(len(part.ids) for part in parts)
         positions = np.concatenate([np.arange(part.start, _stop(part)) - first for part in parts])
         segments = [
@@ -257,7 +257,7 @@ class ModelDrafter(Drafter):
             ),
             tiles=self._tiles,
         )
-        return self._model.forward(batch, features_TF)
+        return self.model.forward(batch, features_TF)
 
     def _slots(self, pages: IntArray, length: int) -> SlotArray:
         return kv_slots(pages, length, self._pool.page_size)

@@ -71,21 +71,21 @@ class CpuRunner(ModelRunner):
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
         self.tasks = model.tasks
-        self.model = self._model = model
+        self.model = model
         self.pool = pool
         self._attention = attention
         self._group = group or LocalGroup()
-        self._experts = experts or LocalDispatch()
+        self.experts = experts or LocalDispatch()
         # Those of this rank; the group's are those that all its ranks have.
-        self._own_tiles = self._tiles = tiles
+        self.own_tiles = self.tiles = tiles
         self._two_batch_min_rows, self._most_rows = two_batch_min_rows, 0
         self._two_batches: TwoBatches | None = None
-        if two_batch_min_rows and isinstance(self._experts, AllToAllDispatch):
+        if two_batch_min_rows and isinstance(self.experts, AllToAllDispatch):
             self._two_batches = TwoBatches()
-            self._experts.between = self._two_batches.pass_on
+            self.experts.between = self._two_batches.pass_on
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
-        self._drafter: Drafter | None = None
+        self.drafter: Drafter | None = None
         self._lengths: DraftLengths | None = None
         self._most_drafts = 0
         self.takes_grammars = True
@@ -100,41 +100,41 @@ class CpuRunner(ModelRunner):
         To be called before an executor is made of the runner. lengths: says which steps draft; None: all do. What a
         grammar forces is drafted in any case.
         """
-        self._drafter, self._lengths = drafter, lengths
+        self.drafter, self._lengths = drafter, lengths
         self.max_tokens_per_row = 1 + max_drafts
 
     @torch.inference_mode()
     def formed(self) -> None:
         if self._group.size > 1:
-            probes = self._model.row_probes()
+            probes = self.model.row_probes()
             # Experts that are placed whole meet in no collectives, and are others on each rank.
-            is_placed = self._experts.size > 1
+            is_placed = self.experts.size > 1
             functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
-            self._tiles = common_tiles(self._own_tiles, functions, self._group)
-        if isinstance(self._experts, AllToAllDispatch):
-            agree_on_steps(self._experts.group, self._two_batch_min_rows, "--two-batch-min-rows")
+            self.tiles = common_tiles(self.own_tiles, functions, self._group)
+        if isinstance(self.experts, AllToAllDispatch):
+            agree_on_steps(self.experts.group, self._two_batch_min_rows, "--two-batch-min-rows")
 
     def admitted(self, admit: Admit) -> None:
         if self._lengths is not None:
             self._lengths.admitted(admit.slot)
-        if self._drafter is not None:
-            self._drafter.admitted(admit.slot)
+        if self.drafter is not None:
+            self.drafter.admitted(admit.slot)
 
     def set_dispatch_mode(
         self, dispatch: DispatchMode, max_tokens_per_rank: int, *, may_have_chunks: bool = False
     ) -> None:
-        self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
+        self.experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
         self._most_rows = max_tokens_per_rank
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
-        before = self._experts.num_pairs
+        before = self.experts.num_pairs
         output = super().step(rows, segments, ready_ns)
         if self._lengths is not None:
             self._observe(self._lengths, segments, output)
-        if self._experts.size == 1:
+        if self.experts.size == 1:
             return output
         loads = self.expert_moves.take_loads() if self.expert_moves is not None else None
-        return replace(output, expert_rows=self._experts.num_pairs - before, expert_loads=loads)
+        return replace(output, expert_rows=self.experts.num_pairs - before, expert_loads=loads)
 
     def _observe(self, lengths: DraftLengths, segments: Sequence[Segment], output: StepOutput) -> None:
         decodes = [pair for pair in zip(segments, output.segments, strict=True) if pair[0].max_tokens is not None]
@@ -146,13 +146,13 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
-        if not segments and self._experts.size == 1:
+        if not segments and self.experts.size == 1:
             return []
         if not segments:
             # Experts of this rank compute the rows of others.
             self._forward((), None)
             return []
-        drafter = self._drafter
+        drafter = self.drafter
         if drafter is not None:
             began = time.perf_counter()
             segments = self._with_drafts(drafter, segments)
@@ -201,21 +201,21 @@ class CpuRunner(ModelRunner):
         # The number of threads is a property of the calling thread, and part of what fixes the bits.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        batch = self.batch_of(segments, states) if segments else idle_batch(self._tiles, self.pool)
-        return self._model.forward(batch)
+        batch = self.batch_of(segments, states) if segments else idle_batch(self.tiles, self.pool)
+        return self.model.forward(batch)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
         """As `forward` without sampling: the logits of every token, float32 [length, vocabulary] a segment."""
-        hidden_TD = self._model.forward(self.batch_of(segments))
+        hidden_TD = self.model.forward(self.batch_of(segments))
         rows = self._logits(hidden_TD, np.arange(sum(len(segment.ids) for segment in segments)))
         return np.split(rows, np.cumsum([len(segment.ids) for segment in segments])[:-1])
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.copy_page(source, target, num_tokens)
-        if self._drafter is not None:
-            self._drafter.copied(source, target, num_tokens)
+        if self.drafter is not None:
+            self.drafter.copied(source, target, num_tokens)
 
     @torch.inference_mode()
     def read_kv(self, indexes: IntArray, part: KvShare | None = None) -> npt.NDArray[np.uint8]:
@@ -224,27 +224,27 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def write_kv(self, indexes: IntArray, data: npt.NDArray[np.uint8], part: KvShare | None = None) -> None:
         self.pool.write_tokens(torch.from_numpy(indexes), torch.from_numpy(data), part)
-        if self._drafter is not None:
-            self._drafter.received(indexes)
+        if self.drafter is not None:
+            self.drafter.received(indexes)
 
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
         self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded, segment)
 
     def _loaded(self, pages: IntArray) -> None:
         """KV came into these pages that a drafter has not seen."""
-        if self._drafter is not None:
+        if self.drafter is not None:
             size = self.page_size
-            self._drafter.received(kv_slots(pages, len(pages) * size, size).astype(np.int32))
+            self.drafter.received(kv_slots(pages, len(pages) * size, size).astype(np.int32))
 
     @torch.inference_mode()
     def clear(self) -> None:
         self.pool.clear()
-        if self._drafter is not None:
-            self._drafter.cleared()
+        if self.drafter is not None:
+            self.drafter.cleared()
 
     def batch_of(self, segments: Sequence[Segment], hidden: HiddenStates | None = None) -> ModelBatch:
         num_rows = sum(len(segment.ids) for segment in segments)
-        padded = self._tiles.padded(num_rows)
+        padded = self.tiles.padded(num_rows)
         ids, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         ids[:num_rows] = np.concatenate([segment.ids for segment in segments])
         parts = [part for segment in segments for part in attention_parts(segment, self.page_size)]
@@ -258,7 +258,7 @@ class CpuRunner(ModelRunner):
             attention=self._attention.begin(
                 AttentionBatch(segments=parts, num_rows=padded, zero_slot=self.pool.zero_slot)
             ),
-            tiles=self._tiles,
+            tiles=self.tiles,
             hidden=hidden,
         )
 
@@ -328,8 +328,8 @@ class CpuRunner(ModelRunner):
         sources, targets = (np.concatenate(of) for of in zip(*moves, strict=True))
         if len(sources):
             self.pool.move_tokens(torch.from_numpy(sources), torch.from_numpy(targets))
-            assert self._drafter is not None
-            self._drafter.moved(sources, targets)
+            assert self.drafter is not None
+            self.drafter.moved(sources, targets)
 
     def _pool_hidden(self, segments: Sequence[Segment], hidden_TD: torch.Tensor) -> dict[int, FloatArray]:
         """Vectors of embed tasks that end in this step, by index of the segment."""
@@ -343,8 +343,8 @@ class CpuRunner(ModelRunner):
         if not wanted:
             return {}
         rows = np.concatenate([rows for _, rows in wanted])
-        padded = _padded_to(rows, self._tiles.padded(len(rows)))
-        final = self._model.final_hidden(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()[: len(rows)]
+        padded = _padded_to(rows, self.tiles.padded(len(rows)))
+        final = self.model.final_hidden(hidden_TD[torch.from_numpy(padded)], self.tiles).numpy()[: len(rows)]
         parts = np.split(final, np.cumsum([len(rows) for _, rows in wanted])[:-1])
         vectors = {
             index: self._hidden_pool.add(segments[index], part) for (index, _), part in zip(wanted, parts, strict=True)
@@ -357,8 +357,8 @@ class CpuRunner(ModelRunner):
         ending = [i for i, segment in enumerate(segments) if segment.task is Task.SCORE and segment.is_last_chunk]
         if not ending:
             return {}
-        rows = _padded_to(last_rows[ending], self._tiles.padded(len(ending)))
-        scores: FloatArray = self._model.scores(hidden_TD[torch.from_numpy(rows)], self._tiles).numpy()
+        rows = _padded_to(last_rows[ending], self.tiles.padded(len(ending)))
+        scores: FloatArray = self.model.scores(hidden_TD[torch.from_numpy(rows)], self.tiles).numpy()
         return {index: scores[row : row + 1].copy() for row, index in enumerate(ending)}
 
     def _prompt_logprobs(self, segment: Segment, hidden_LD: torch.Tensor) -> TokenLogprobs:
@@ -379,8 +379,8 @@ class CpuRunner(ModelRunner):
 
     def _logits(self, hidden_TD: torch.Tensor, rows: SlotArray) -> FloatArray:
         """float32 [rows, vocabulary] of some rows of the forward's output."""
-        padded = _padded_to(rows, self._tiles.padded(len(rows)))
-        logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
+        padded = _padded_to(rows, self.tiles.padded(len(rows)))
+        logits: FloatArray = self.model.logits(hidden_TD[torch.from_numpy(padded)], self.tiles).numpy()
         return logits[: len(rows)]
 
 

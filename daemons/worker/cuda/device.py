@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
+import os
 import threading
 import time
 import weakref
@@ -15,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -23,6 +26,13 @@ from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 _SPARE_EVENTS = 64
+
+
+def shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Zeroed memory without a name, which is gone when the last process that maps it is; and its descriptor."""
+    descriptor = os.memfd_create("radixmesh-masks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    return mmap.mmap(descriptor, num_bytes), descriptor
 
 
 class TimedEvent(DeviceEvent):
@@ -76,6 +86,11 @@ class Device(ABC):
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
         """The same, of memory that the host reads as fast as any other. field: the setting that is to be smaller where
         it cannot be had (INVALID_ARGUMENT)."""
+
+    @abstractmethod
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        """As locked_ints(), of memory that other processes may map; and the descriptor to hand to them, which is open
+        as long as the tensor is there."""
 
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -141,6 +156,11 @@ class HostDevice(Device):
 
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
         return self.host_ints(*shape)
+
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        num = math.prod(shape)
+        memory, descriptor = shared_memory(4 * num)
+        return _closing(torch.from_numpy(np.frombuffer(memory, np.int32, num).reshape(shape)), descriptor)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise AssertionError("the host captures nothing")
@@ -259,11 +279,13 @@ class CudaDevice(Device):
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
     def locked_ints(self, *shape: int, field: str) -> torch.Tensor:
-        memory = LockedMemory(math.prod(shape), self.torch_device, field=field)
-        ints = memory.words.view(shape)
-        # Locked as long as the tensor is there.
-        weakref.finalize(ints, lambda _: None, memory).atexit = False
-        return ints
+        return _locked_as(shape, LockedMemory(math.prod(shape), self.torch_device, field=field))
+
+    def shared_ints(self, *shape: int, field: str) -> tuple[torch.Tensor, int]:
+        num = math.prod(shape)
+        memory, descriptor = shared_memory(4 * num)
+        rows = np.frombuffer(memory, np.uint8, 4 * num)
+        return _closing(_locked_as(shape, LockedMemory(num, self.torch_device, rows, field=field)), descriptor)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -299,6 +321,18 @@ class CudaDevice(Device):
             torch.cuda.set_device(self.torch_device)
             torch.cuda.set_stream(self._stream)
             self._current.device = self
+
+
+def _closing(ints: torch.Tensor, descriptor: int) -> tuple[torch.Tensor, int]:
+    weakref.finalize(ints, os.close, descriptor).atexit = False
+    return ints, descriptor
+
+
+def _locked_as(shape: tuple[int, ...], memory: LockedMemory) -> torch.Tensor:
+    ints = memory.words.view(shape)
+    # Locked as long as the tensor is there.
+    weakref.finalize(ints, lambda _: None, memory).atexit = False
+    return ints
 
 
 @contextmanager

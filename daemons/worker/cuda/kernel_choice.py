@@ -46,7 +46,7 @@ def check_kernels(settings: DeviceSettings) -> None:
 
 
 def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequence[int], device: torch.device) -> Ops:
-    name = _kernels_name(settings, device)
+    name = kernels_name(settings, device)
     gemm: GemmBackend = TorchGemm()
     matrices = model.tunable_matrices()
     # FP8 matrices have a tuner of their own.
@@ -68,7 +68,7 @@ def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: t
     """None where no weights are FP8."""
     if model.quantization == "none":
         return None
-    if _kernels_name(settings, device) == "torch":
+    if kernels_name(settings, device) == "torch":
         return TorchFp8Ops(plain)
     use_pdl = settings.use_pdl and device.type == "cuda"
     with torch.inference_mode():
@@ -93,5 +93,5 @@ def _compiled_ops(settings: DeviceSettings, model: LoadedModel, gemm: GemmBacken
     return ops
 
 
-def _kernels_name(settings: DeviceSettings, device: torch.device) -> str:
+def kernels_name(settings: DeviceSettings, device: torch.device) -> str:
     return "torch" if settings.kernels == "triton" and device.type != "cuda" else settings.kernels

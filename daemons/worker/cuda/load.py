@@ -36,10 +36,11 @@ from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_page
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel, SharedOut
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
-from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
-from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
+from radixmesh.daemons.worker.cuda.step.step_forwards import RunnerLimits
 from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
+from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -94,6 +95,7 @@ class DeviceSettings:
     ep_transport: str = "auto"
     staging_bytes: int = 0
     two_batch_min_rows: int = 0
+    mask_processes: int = 0
     few_rows_gemm: bool = False
 
 
@@ -221,6 +223,7 @@ def load_on_device(
         # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
         two_batch_min_rows=0 if experts is None else settings.two_batch_min_rows,
+        mask_processes=settings.mask_processes,
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
         network = load_network(settings.speculation, folder, model, placement, settings, limits.graph_rows)

@@ -36,7 +36,8 @@ class Guide:
     """start: makes the matcher, and the tokens of its vocabulary; may take long, and raise INVALID_GRAMMAR.
 
     position: of the next token in prompt and output. output_ids: tokens that the output has already. max_drafts: forced
-    tokens that are made ready as drafts, with their masks. Public methods are the step thread's, but `run`, and those
+    tokens that are made ready as drafts, with their masks. has_mask: that of the next token is published already, and
+    may be read at any time: it is not filled once more. Public methods are the step thread's, but `run`, and those
     of many guides.
     """
 
@@ -52,8 +53,10 @@ class Guide:
         output_ids: IntArray,
         sink: MaskSink | None = None,
         max_drafts: int = 0,
+        has_mask: bool = False,
     ) -> None:
         self._start, self._vocab_size, self._max_drafts = start, vocab_size, max_drafts
+        self._has_mask = has_mask
         self._sink = sink or HostSink(vocab_size)
         self._position = position
         self._matcher: GrammarMatcher | None = None
@@ -123,6 +126,8 @@ class Guide:
         closed: list[Guide] = []
         with Guide._lock:
             for guide in guides:
+                if not guide._is_busy:  # It failed meanwhile, and is through.
+                    continue
                 if guide._pending and not guide._is_closed:
                     busy.append(guide)
                     continue
@@ -135,6 +140,17 @@ class Guide:
         for guide in closed:
             guide._sink.release()
         return busy
+
+    @staticmethod
+    def fail_all(guides: Iterable[Guide], error: Exception) -> None:
+        """An error that nobody foresaw ends these outputs: none of them has a mask to wait for."""
+        guides = list(guides)
+        for guide in guides:
+            guide._fail(error)
+        with Guide._lock:
+            for guide in guides:
+                guide._pending = []
+        Guide.rest(guides)
 
     def close(self) -> None:
         """The output has left its slot."""
@@ -229,10 +245,11 @@ class Guide:
 
     def _fail(self, error: Exception) -> None:
         """Ends the output; a library's own error does not end the worker."""
-        if isinstance(error, MeshError):
+        if not isinstance(error, MeshError):
+            error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
+        if self.error is None:
             self.error = error
-        else:
-            self.error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
+            self._sink.failed(error)
 
     def _advance(self, tokens: Sequence[int]) -> None:
         assert self._matcher is not None
@@ -242,6 +259,9 @@ class Guide:
             # met a bound of its own, or broken logits.
             if not self._matcher.accept(token) and not self._matcher.is_over:
                 raise stuck()
+        has_mask, self._has_mask = self._has_mask and not tokens, False
+        if has_mask:
+            return
         is_over = self._matcher.is_over
         if isinstance(self._sink, ChainSink) and not is_over:
             assert self._tokens is not None
@@ -286,6 +306,9 @@ class Guide:
         while self._num_replayed < len(self._output_ids):
             token = int(self._output_ids[self._num_replayed])
             if not self._matcher.accept(token):
+                if self._matcher.is_over:  # Nobody reads what comes behind the end.
+                    self._num_replayed = len(self._output_ids)
+                    break
                 at = self._num_replayed
                 message = f"token {at} of the output so far ({token}) does not follow the grammar: send it anew"
                 raise invalid_grammar(message, "")

@@ -10,8 +10,11 @@ import time
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.shared_calls import run_together
+
+log = get_logger(__name__)
 
 # Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once. Each group waits a
 # few times for the interpreter's lock, so that a step of many outputs is cut in as many groups as there are threads.
@@ -108,7 +111,7 @@ class MaskFiller:
             if self._has_started:
                 return
             self._has_started = True
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        hand_over_quickly()
         for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
             for number in range(count):
                 # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
@@ -118,14 +121,19 @@ class MaskFiller:
             threading.Thread(target=_work_on_groups, args=args, name="masks-groups", daemon=True).start()
 
 
+def hand_over_quickly() -> None:
+    """Threads of this process that compute in Python leave the interpreter to others that want it after a moment."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+
+
 def _work(queue: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
     if queue is slow:
         # Of this thread alone, on Linux: bombs take the cores that nothing else wants.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
-        for guide in run_together(*queue.get()):
-            slow.put(((), [guide], 0.0))
+        shared, alone, told_s = queue.get()
+        _run_safely(shared, alone, told_s, slow)
 
 
 def _work_on_groups(queue: SimpleQueue[_Groups], slow: SimpleQueue[_Job]) -> None:
@@ -139,8 +147,19 @@ def _work_on_groups(queue: SimpleQueue[_Groups], slow: SimpleQueue[_Job]) -> Non
 
 def _run_groups(groups: Sequence[Sequence[tuple[Guide, int]]], told_s: float, slow: SimpleQueue[_Job]) -> None:
     for group in groups:
-        for guide in run_together(group, (), told_s):
+        _run_safely(group, (), told_s, slow)
+
+
+def _run_safely(
+    shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float, slow: SimpleQueue[_Job]
+) -> None:
+    """As run_together(). What nobody foresaw ends these outputs, and not the thread that all others need."""
+    try:
+        for guide in run_together(shared, alone, told_s):
             slow.put(((), [guide], 0.0))
+    except Exception as error:
+        log.exception("masks_failed", rows=len(shared) + len(alone))
+        Guide.fail_all([*(guide for guide, _ in shared), *alone], error)
 
 
 def _dealt(groups: Sequence[Sequence[tuple[Guide, int]]], num: int) -> Sequence[Sequence[Sequence[tuple[Guide, int]]]]:

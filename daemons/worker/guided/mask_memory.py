@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import MaskWords
 
 
@@ -20,8 +22,18 @@ class MaskMemory(ABC):
     words: MaskWords
 
     @abstractmethod
-    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def publish(self, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray) -> None:
         """These rows of `words` hold the masks of the tokens at these positions of prompt and output. Any thread."""
+
+
+class SharedMaskMemory(MaskMemory):
+    """Masks that processes beside the worker fill, each those of rows of its own that lie together.
+
+    descriptor: of the memory of `words`; -1: it is this process's alone. rows_a_part: rows of each process, the first
+    so many are the first one's."""
+
+    descriptor: int
+    rows_a_part: int
 
 
 class MaskSink(ABC):
@@ -39,6 +51,10 @@ class MaskSink(ABC):
     @abstractmethod
     def release(self) -> None:
         """The output has ended, and nothing is written any more."""
+
+    def failed(self, error: MeshError) -> None:
+        """The output cannot go on: no mask comes any more. Told once, by the thread that found it."""
+        return
 
 
 class ChainSink(MaskSink):

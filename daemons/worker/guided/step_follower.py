@@ -7,45 +7,69 @@ interpreter's lock. Masks of the next step are wanted as soon as the device has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.guided.guide import Guide
-from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
-_Step = tuple[Sequence[Guide | None], Callable[[], IntArray], threading.Lock]
+log = get_logger(__name__)
+
+
+class StepRows(ABC):
+    """Rows of a launched step: those of outputs that follow grammars are moved on."""
+
+    @abstractmethod
+    def follow(self, tokens: IntArray) -> None:
+        """tokens: of all rows of the step, int32; -1 where there is none."""
+
+    @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """follow() raised this: the outputs have no mask to wait for, and end."""
+
+
+_Step = tuple[StepRows, Callable[[], IntArray], threading.Lock]
 
 
 class StepFollower:
     """A thread that waits for steps, in the order of their launches. Starts with the first one."""
 
-    def __init__(self, filler: MaskFiller) -> None:
-        self._filler = filler
+    def __init__(self) -> None:
         self._steps: SimpleQueue[_Step] = SimpleQueue()
         self._has_started = False
 
-    def launched(self, guides: Sequence[Guide | None], tokens: Callable[[], IntArray]) -> threading.Lock:
-        """guides: of the step's first rows, None of those that follow no grammar. tokens: as of `StepHandle`. Returns a
-        lock that is held until this thread is through with the step."""
+    def launched(self, rows: StepRows, tokens: Callable[[], IntArray]) -> threading.Lock:
+        """tokens: as of `StepHandle`. Returns a lock that is held until this thread is through with the step."""
         if not self._has_started:
             self._has_started = True
             # Not joined at exit: a wedged device must not keep the process alive.
             threading.Thread(target=self._work, name="masks-steps", daemon=True).start()
         through = threading.Lock()
         through.acquire()
-        self._steps.put((guides, tokens, through))
+        self._steps.put((rows, tokens, through))
         return through
 
     def _work(self) -> None:
         while True:
-            guides, tokens, through = self._steps.get()
+            rows, tokens, through = self._steps.get()
             try:
-                ids = tokens().tolist()
-                rows = zip(guides, ids[: len(guides)], strict=True)
-                moves = [(guide, (token,)) for guide, token in rows if guide is not None and token >= 0]
-                self._filler.follow_here(moves)
-            except RuntimeError:
-                continue  # The device failed: whoever collects the step says so.
+                _follow(rows, tokens)
             finally:
                 through.release()
+
+
+def _follow(rows: StepRows, tokens: Callable[[], IntArray]) -> None:
+    try:
+        ids = tokens()
+    except RuntimeError:
+        return  # The device failed: whoever collects the step says so.
+    except Exception as error:
+        log.exception("masks_failed")
+        rows.fail(error)
+        return
+    try:
+        rows.follow(ids)
+    except Exception as error:
+        log.exception("masks_failed")
+        rows.fail(error)

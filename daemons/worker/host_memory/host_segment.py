@@ -34,11 +34,11 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 _log = get_logger(__name__)
 
 _HEADER, _MAGIC = struct.Struct("<8sQQQ32s36s"), b"RMKVHST1"
-_HEADER_BYTES = 4096
-_NUM_NAMES, _NAME_BYTES = 4096, 1024
+HEADER_BYTES = 4096
+NUM_NAMES, NAME_BYTES = 4096, 1024
 _ALIGNMENT = 2 << 20
 # Words of a commit record: check (2), name, name's hash (2), generation, previous page and its generation, ids.
-_NAME, _HASH, _GENERATION, _PREVIOUS, _PREVIOUS_GENERATION, _IDS = 2, 3, 5, 6, 7, 8
+_NAME, _HASH, _GENERATION, _PREVIOUS, _PREVIOUS_GENERATION, IDS = 2, 3, 5, 6, 7, 8
 _MULTIPLIER = np.uint64(6364136223846793005)
 # A predecessor that was killed lets go of its memory page by page.
 _LOCK_S = 30.0
@@ -65,8 +65,8 @@ class HostSegment:
     def __init__(self, path: Path, *, identity: bytes, page_size: int) -> None:
         assert len(identity) == 32, len(identity)
         self._path, self._identity, self._page_size = path, identity, page_size
-        self._words = -(-(_IDS + page_size) // 2) * 2
-        self._names: dict[str, int] = {}
+        self._words = -(-(IDS + page_size) // 2) * 2
+        self.names: dict[str, int] = {}
         self.num_dropped = 0
         """Pages that a predecessor left half committed, or behind such ones."""
 
@@ -75,10 +75,10 @@ class HostSegment:
 
         Raises INVALID_ARGUMENT for a file that cannot be had, or that another process has.
         """
-        records_at = _HEADER_BYTES + _NUM_NAMES * _NAME_BYTES
+        records_at = HEADER_BYTES + NUM_NAMES * NAME_BYTES
         pages_at = -(-(records_at + 4 * self._words * num_pages) // _ALIGNMENT) * _ALIGNMENT
         size = pages_at + num_pages * page_bytes
-        header = _HEADER.pack(_MAGIC, num_pages, page_bytes, self._page_size, self._identity, _boot_id())
+        header = _HEADER.pack(_MAGIC, num_pages, page_bytes, self._page_size, self._identity, boot_id())
         try:
             self._fd = self._lock()
         except OSError as error:
@@ -98,9 +98,9 @@ class HostSegment:
             )
             raise _refused(f"{message} --host-kv-bytes") from error
         data = np.frombuffer(self._map, np.uint8)
-        self._name_rows = data[_HEADER_BYTES:records_at].reshape(_NUM_NAMES, _NAME_BYTES)
-        self._rows = data[records_at:pages_at].view(np.int32)[: self._words * num_pages].reshape(num_pages, self._words)
-        self._checks = self._rows[:, :2].view(np.uint64)[:, 0]
+        self.name_rows = data[HEADER_BYTES:records_at].reshape(NUM_NAMES, NAME_BYTES)
+        self.rows = data[records_at:pages_at].view(np.int32)[: self._words * num_pages].reshape(num_pages, self._words)
+        self._checks = self.rows[:, :2].view(np.uint64)[:, 0]
         return data[pages_at:].reshape(num_pages, page_bytes)
 
     def uncommit(self, pages: IntArray) -> None:
@@ -128,32 +128,32 @@ class HostSegment:
         new[:, _HASH : _HASH + 2] = np.array([_hash_of(name.encode()) for name in chosen])[which]
         new[:, _GENERATION] = generations
         new[:, _PREVIOUS], new[:, _PREVIOUS_GENERATION] = previous_pages, previous_generations
-        new[:, _IDS : _IDS + self._page_size] = ids
+        new[:, IDS : IDS + self._page_size] = ids
         # Names for which there is no room: their pages are kept for this life alone.
         has_name = new[:, _NAME] >= 0
         pages, new = pages[has_name], new[has_name]
-        self._rows[pages, 2:] = new[:, 2:]
+        self.rows[pages, 2:] = new[:, 2:]
         self._checks[pages] = _checks_of(new, pages)
 
     def committed(self) -> Committed:
         """Pages that this life or a former one has committed, as far as they lead back to the beginning of a prefix.
         Others are uncommitted."""
         pages = np.flatnonzero(self._checks).astype(np.int32)
-        rows = self._rows[pages]
+        rows = self.rows[pages]
         names = self._read_names()
         is_sound = (self._checks[pages] == _checks_of(rows, pages)) & _has_name(rows, names)
-        sound = np.zeros(len(self._rows), np.bool_)
+        sound = np.zeros(len(self.rows), np.bool_)
         sound[pages[is_sound]] = True
         rooted = pages[self._is_rooted(sound)[pages]]
         self.num_dropped = len(pages) - len(rooted)
         left = sound.copy()
         left[rooted] = False
         self.uncommit(np.concatenate([pages[~is_sound], np.flatnonzero(left).astype(np.int32)]))
-        kept = self._rows[rooted]
+        kept = self.rows[rooted]
         numbers = np.unique(kept[:, _NAME])
         return Committed(
             pages=rooted,
-            ids=kept[:, _IDS : _IDS + self._page_size].copy(),
+            ids=kept[:, IDS : IDS + self._page_size].copy(),
             previous_pages=kept[:, _PREVIOUS].copy(),
             name_indexes=np.searchsorted(numbers, kept[:, _NAME]).astype(np.int32),
             names=[names[number][0] for number in numbers.tolist()],
@@ -189,13 +189,13 @@ class HostSegment:
 
     def _is_rooted(self, sound: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """By page: True if it is sound, and all pages before it are. Pointers double: log2(longest prefix) rounds."""
-        num = len(self._rows)
+        num = len(self.rows)
         root, nowhere = num, num + 1
-        previous = self._rows[:, _PREVIOUS].astype(np.int64)
+        previous = self.rows[:, _PREVIOUS].astype(np.int64)
         above = np.where((previous >= 0) & (previous < num), previous, 0)
         is_linked = (previous == above) & sound[above] & sound
-        is_linked &= self._rows[above, _GENERATION] == self._rows[:, _PREVIOUS_GENERATION]
-        is_linked &= self._rows[above, _NAME] == self._rows[:, _NAME]
+        is_linked &= self.rows[above, _GENERATION] == self.rows[:, _PREVIOUS_GENERATION]
+        is_linked &= self.rows[above, _NAME] == self.rows[:, _NAME]
         target = np.where(sound & (previous == -1), root, np.where(is_linked, previous, nowhere))
         target = np.append(target, [root, nowhere])
         for _ in range(num.bit_length() + 1):
@@ -205,46 +205,46 @@ class HostSegment:
 
     def _index_of(self, name: str) -> int:
         """Row of a name; -1: there is no room for it."""
-        if name in self._names:
-            return self._names[name]
+        if name in self.names:
+            return self.names[name]
         data = name.encode()
-        if len(data) > _NAME_BYTES - 2:
+        if len(data) > NAME_BYTES - 2:
             return -1
-        if len(self._names) == _NUM_NAMES and not self._forget_names():
+        if len(self.names) == NUM_NAMES and not self._forget_names():
             return -1
-        used = set(self._names.values())
-        index = next(row for row in range(_NUM_NAMES) if row not in used)
+        used = set(self.names.values())
+        index = next(row for row in range(NUM_NAMES) if row not in used)
         row = len(data).to_bytes(2, "little") + data
         # No committed page has this row. One that will carries the name's hash.
-        self._name_rows[index, : len(row)] = np.frombuffer(row, np.uint8)
-        self._names[name] = index
+        self.name_rows[index, : len(row)] = np.frombuffer(row, np.uint8)
+        self.names[name] = index
         return index
 
     def _forget_names(self) -> bool:
         """Names come from users, without end: makes room by those that no page has; False: all have some."""
-        used = set(np.unique(self._rows[self._checks != 0, _NAME]).tolist())
-        self._names = {name: index for name, index in self._names.items() if index in used}
-        return len(self._names) < _NUM_NAMES
+        used = set(np.unique(self.rows[self._checks != 0, _NAME]).tolist())
+        self.names = {name: index for name, index in self.names.items() if index in used}
+        return len(self.names) < NUM_NAMES
 
     def _read_names(self) -> dict[int, tuple[str, IntArray]]:
         """Names that committed pages have, with hashes, by row."""
         names: dict[int, tuple[str, IntArray]] = {}
-        for index in np.unique(self._rows[self._checks != 0, _NAME]).tolist():
-            if 0 <= index < _NUM_NAMES:
-                row = self._name_rows[index].tobytes()
+        for index in np.unique(self.rows[self._checks != 0, _NAME]).tolist():
+            if 0 <= index < NUM_NAMES:
+                row = self.name_rows[index].tobytes()
                 data = row[2 : 2 + int.from_bytes(row[:2], "little")]
                 names[index] = (data.decode(errors="replace"), _hash_of(data))
-        self._names = {name: index for index, (name, _) in names.items()}
+        self.names = {name: index for index, (name, _) in names.items()}
         return names
 
 
 def _has_name(rows: npt.NDArray[np.int32], names: dict[int, tuple[str, IntArray]]) -> npt.NDArray[np.bool_]:
     """By record: True if its name is the one that it was committed with."""
-    hashes, is_known = np.zeros((_NUM_NAMES, 2), np.int32), np.zeros(_NUM_NAMES, np.bool_)
+    hashes, is_known = np.zeros((NUM_NAMES, 2), np.int32), np.zeros(NUM_NAMES, np.bool_)
     for index, (_, of) in names.items():
         hashes[index], is_known[index] = of, True
     indexes = rows[:, _NAME]
-    is_row = (indexes >= 0) & (indexes < _NUM_NAMES)
+    is_row = (indexes >= 0) & (indexes < NUM_NAMES)
     indexes = np.where(is_row, indexes, 0)
     is_same: npt.NDArray[np.bool_] = (hashes[indexes] == rows[:, _HASH : _HASH + 2]).all(axis=1)
     return is_row & is_known[indexes] & is_same
@@ -265,7 +265,7 @@ def _hash_of(name: bytes) -> IntArray:
     return np.frombuffer(hashlib.blake2b(name, digest_size=8).digest(), np.int32)
 
 
-def _boot_id() -> bytes:
+def boot_id() -> bytes:
     """Of the running system; where it is not told, of this moment: nothing is taken over then."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

@@ -57,7 +57,7 @@ def add_store(settings: WorkerSettings, executor: StepExecutor, page_format: Pag
     """Has the executor's host tier keep pages in the settings' store. Raises KvStoreError or UNSUPPORTED."""
     from radixmesh.daemons.worker.kv_store.opening import open_backend
     from radixmesh.daemons.worker.kv_store.store import KvStore
-    from radixmesh.daemons.worker.plans.store_tier import StoreTier
+    from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 
     host, layout = executor.host, settings.rank_layout
     assert host is not None, "settings see to it"

@@ -67,9 +67,9 @@ class DiskBackend(KvBackend):
             message = f"a budget of {budget_bytes} bytes holds no {_MIN_SEGMENTS} segments of {size}: give it more"
             raise KvStoreError(StoreFailure.SETTINGS, message)
         self._folder, self._budget, self._segment_bytes, self._fsync = folder, budget_bytes, size, fsync
-        self._index: dict[bytes, int] = {}
+        self.index: dict[bytes, int] = {}
         """Key to segment << 32 | entry."""
-        self._segments: dict[int, Segment] = {}
+        self.segments: dict[int, Segment] = {}
         """By sequence number, ascending."""
         # Of the index, of segments' entries and of their users.
         self._changed = threading.Condition()
@@ -89,7 +89,7 @@ class DiskBackend(KvBackend):
 
     def write(self, pages: Sequence[StoredPage]) -> int:
         with self._writing:
-            missing = {page.key: page for page in pages if page.key not in self._index}
+            missing = {page.key: page for page in pages if page.key not in self.index}
             records = [(page.key, page.head, page.payload) for page in missing.values()]
             self._append(records, RecordKind.PAGE)
             return len(records)
@@ -100,16 +100,16 @@ class DiskBackend(KvBackend):
         """By segment: (offset, index of the target)."""
         with self._changed:
             for at, target in enumerate(targets):
-                if (place := self._index.get(target.key)) is None:
+                if (place := self.index.get(target.key)) is None:
                     continue
-                segment, entry = self._segments[place >> 32], place & 0xFFFFFFFF
+                segment, entry = self.segments[place >> 32], place & 0xFFFFFFFF
                 offset, length = segment.extent(entry)
                 if length != target.num_bytes:
                     results[at] = ReadResult.DAMAGED
                     continue
                 segment.used[entry] = 1
                 found.setdefault(segment.sequence, []).append((offset, at))
-            segments = [self._segments[sequence] for sequence in found]
+            segments = [self.segments[sequence] for sequence in found]
             for segment in segments:
                 segment.users += 1
         try:
@@ -125,19 +125,19 @@ class DiskBackend(KvBackend):
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._index for key in keys]
+        return [key in self.index for key in keys]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with self._writing:
             with self._changed:
-                removed = [key for key in keys if self._index.pop(key, None) is not None]
+                removed = [key for key in keys if self.index.pop(key, None) is not None]
             # A page that is removed here and not in the log would be back after a restart.
             self._append([(key, encode_removal(key), memoryview(b"")) for key in removed], RecordKind.REMOVAL)
 
     def usage(self) -> Usage:
         with self._changed:
-            num_bytes = sum(segment.file_bytes for segment in self._segments.values())
-            return Usage(len(self._index), num_bytes, self._written, self._evicted)
+            num_bytes = sum(segment.file_bytes for segment in self.segments.values())
+            return Usage(len(self.index), num_bytes, self._written, self._evicted)
 
     def close(self) -> None:
         with self._writing:
@@ -179,11 +179,11 @@ class DiskBackend(KvBackend):
                 for key, length in group:
                     entry = segment.append(key, length, kind)
                     if kind is RecordKind.PAGE:
-                        self._index[key] = segment.sequence << 32 | entry
+                        self.index[key] = segment.sequence << 32 | entry
 
     def _segment_for(self, num_bytes: int) -> Segment:
         """The newest segment, with room for a record of so many bytes."""
-        newest = next(reversed(self._segments.values()), None)
+        newest = next(reversed(self.segments.values()), None)
         if newest is not None and self._fd is not None and newest.has_room(num_bytes, self._segment_bytes):
             return newest
         sequence = 1 if newest is None else newest.sequence + 1
@@ -199,7 +199,7 @@ class DiskBackend(KvBackend):
         except OSError as error:
             raise self._failure(error) from error
         with self._changed:
-            self._segments[sequence] = segment
+            self.segments[sequence] = segment
             self._written += segment.end
         if rescued:
             self._append(rescued, RecordKind.PAGE)
@@ -211,8 +211,8 @@ class DiskBackend(KvBackend):
         """Deletes the oldest segments until the budget has room for another one; records to write anew."""
         rescued: list[tuple[bytes, bytes, memoryview]] = []
         left = min(self._segment_bytes // 4, _MAX_REWRITE_BYTES)
-        while sum(segment.file_bytes for segment in self._segments.values()) + self._segment_bytes > self._budget:
-            oldest = next(iter(self._segments.values()))
+        while sum(segment.file_bytes for segment in self.segments.values()) + self._segment_bytes > self._budget:
+            oldest = next(iter(self.segments.values()))
             for key, data in self._used_records(oldest, left):
                 rescued.append((key, b"", memoryview(data)))
                 left -= len(data) + 48
@@ -223,10 +223,10 @@ class DiskBackend(KvBackend):
     def _delete(self, segment: Segment) -> None:
         with self._changed:
             for entry, key in enumerate(segment.all_keys()):
-                if self._index.get(key) == segment.sequence << 32 | entry:
-                    del self._index[key]
+                if self.index.get(key) == segment.sequence << 32 | entry:
+                    del self.index[key]
                     self._evicted += 1
-            del self._segments[segment.sequence]
+            del self.segments[segment.sequence]
             # The disk keeps the bytes until nobody reads them any more, and the budget counts them.
             while segment.users:
                 self._changed.wait()
@@ -238,7 +238,7 @@ class DiskBackend(KvBackend):
         for entry in reversed(range(len(segment))):
             offset, length = segment.extent(entry)
             key = segment.key(entry)
-            if segment.used[entry] and self._index.get(key) == segment.sequence << 32 | entry:
+            if segment.used[entry] and self.index.get(key) == segment.sequence << 32 | entry:
                 if (most_bytes := most_bytes - length - 48) < 0:
                     break
                 wanted.append((key, offset, bytearray(length)))
@@ -256,7 +256,7 @@ class DiskBackend(KvBackend):
         """Ends the newest segment. Where its index cannot be written, the next start scans it."""
         fd, self._fd = self._fd, None
         assert fd is not None
-        segment = next(reversed(self._segments.values()))
+        segment = next(reversed(self.segments.values()))
         try:
             segment.seal(fd)
             self._written += segment.index_bytes
@@ -322,26 +322,26 @@ class DiskBackend(KvBackend):
                 path.unlink()
                 total -= sizes[sequence]
                 continue
-            self._segments[sequence] = segment
+            self.segments[sequence] = segment
             at = sequence << 32
             keys = segment.all_keys()
             if not segment.removals():
-                self._index.update(zip(keys, range(at, at + len(keys)), strict=True))
+                self.index.update(zip(keys, range(at, at + len(keys)), strict=True))
                 continue
             for entry, key in enumerate(keys):
                 if segment.is_removal(entry):
-                    self._index.pop(key, None)
+                    self.index.pop(key, None)
                 else:
-                    self._index[key] = at + entry
-        newest = next(reversed(self._segments.values()), None)
+                    self.index[key] = at + entry
+        newest = next(reversed(self.segments.values()), None)
         if newest is None or newest.is_sealed:
             return
         # It goes on where it ended: a store that is restarted often makes no row of short segments. It may grow to its
         # full size, which the budget has room for unless that was larger before.
         most = max(self._segment_bytes, newest.end + newest.index_bytes)
-        while sum(each.file_bytes for each in self._segments.values()) - newest.file_bytes + most > self._budget:
-            self._delete(next(iter(self._segments.values())))
-            if newest.sequence not in self._segments:
+        while sum(each.file_bytes for each in self.segments.values()) - newest.file_bytes + most > self._budget:
+            self._delete(next(iter(self.segments.values())))
+            if newest.sequence not in self.segments:
                 return
         self._fd = os.open(newest.path, os.O_RDWR | os.O_CLOEXEC)
 

@@ -22,7 +22,7 @@ class MemoryBackend(KvBackend):
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget = budget_bytes
         self._lock = threading.Lock()
-        self._records: dict[bytes, bytes] = {}
+        self.records: dict[bytes, bytes] = {}
         self._num_bytes = self._written = self._evicted = 0
 
     def write(self, pages: Sequence[StoredPage]) -> int:
@@ -33,12 +33,12 @@ class MemoryBackend(KvBackend):
                 if len(record) > self._budget:
                     message = f"a page of {len(record)} bytes fits no store of {self._budget}: give it more bytes"
                     raise KvStoreError(StoreFailure.TOO_LARGE, message)
-                if page.key in self._records:
+                if page.key in self.records:
                     continue
                 while self._num_bytes + len(record) > self._budget:
-                    self._num_bytes -= len(self._records.pop(next(iter(self._records))))
+                    self._num_bytes -= len(self.records.pop(next(iter(self.records))))
                     self._evicted += 1
-                self._records[page.key] = record
+                self.records[page.key] = record
                 self._num_bytes += len(record)
                 self._written += len(record)
                 num += 1
@@ -49,23 +49,23 @@ class MemoryBackend(KvBackend):
             return [self._read(target) for target in targets]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._records for key in keys]
+        return [key in self.records for key in keys]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
-                self._num_bytes -= len(self._records.pop(key, b""))
+                self._num_bytes -= len(self.records.pop(key, b""))
 
     def usage(self) -> Usage:
-        return Usage(len(self._records), self._num_bytes, self._written, self._evicted)
+        return Usage(len(self.records), self._num_bytes, self._written, self._evicted)
 
     def close(self) -> None:
-        self._records.clear()
+        self.records.clear()
 
     def _read(self, target: ReadTarget) -> ReadResult:
-        if (record := self._records.pop(target.key, None)) is None:
+        if (record := self.records.pop(target.key, None)) is None:
             return ReadResult.ABSENT
-        self._records[target.key] = record
+        self.records[target.key] = record
         return fill(target, record)
 
 

@@ -101,7 +101,7 @@ class KvStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = limits or QueueLimits()
-        self._backend = backend
+        self.backend = backend
         self._lock = threading.Lock()
         self._counters = StoreCounters()
         self._writes = _Direction("kv_store_write", 1, limits, clock)
@@ -119,8 +119,8 @@ class KvStore:
         def job() -> int:
             num_bytes = 0
             try:
-                stored = [_stored(page) for page, has in zip(pages, self._has(pages), strict=True) if not has]
-                num = self._backend.write(stored)
+                stored = [stored_page(page) for page, has in zip(pages, self._has(pages), strict=True) if not has]
+                num = self.backend.write(stored)
                 num_bytes = sum(page.payload.nbytes for page in stored)
             except KvStoreError as error:
                 with self._lock:
@@ -149,7 +149,7 @@ class KvStore:
                 for page in pages
             ]
             try:
-                results = self._backend.read(targets)
+                results = self.backend.read(targets)
             except KvStoreError as error:
                 self._reads.failed(error)
                 got = [Got.FAILED] * len(pages)
@@ -176,7 +176,7 @@ class KvStore:
 
         def job() -> list[bool]:
             try:
-                found = self._backend.contains(keys)
+                found = self.backend.contains(keys)
             except KvStoreError as error:
                 self._reads.failed(error)
                 raise
@@ -188,11 +188,11 @@ class KvStore:
     def remove(self, keys: Sequence[bytes]) -> Future[None]:
         """Takes pages back, behind all writes that were put before. Fails and raises as put()."""
         keys = list(keys)
-        return self._submit(self._writes, lambda: self._backend.remove(keys), len(keys), 0)
+        return self._submit(self._writes, lambda: self.backend.remove(keys), len(keys), 0)
 
     def counters(self) -> StoreCounters:
         """A copy of the counters as they are now."""
-        usage = Usage() if self._is_closed else self._backend.usage()
+        usage = Usage() if self._is_closed else self.backend.usage()
         with self._lock:
             queued = self._writes.queued_bytes + self._reads.queued_bytes
             return replace(self._counters, usage=usage, queued_bytes=queued)
@@ -204,7 +204,7 @@ class KvStore:
         for direction in (self._reads, self._writes):
             direction.close()
         self._is_closed = True
-        self._backend.close()
+        self.backend.close()
 
     def _submit(self, direction: _Direction, job: Callable[[], T], num_pages: int, num_bytes: int) -> Future[T]:
         try:
@@ -216,14 +216,14 @@ class KvStore:
 
     def _has(self, pages: Sequence[Page]) -> list[bool]:
         """Pages that are there already need no checksum, and for a server no transfer."""
-        return self._backend.contains([page.key for page in pages])
+        return self.backend.contains([page.key for page in pages])
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         _log.warning("kv_store_page_corrupt", pages=len(keys), first=keys[0].hex())
         try:
-            self._backend.remove(keys)
+            self.backend.remove(keys)
         except KvStoreError as error:
             self._writes.failed(error)
 
@@ -325,7 +325,7 @@ class _Direction:
             job()
 
 
-def _stored(page: Page) -> StoredPage:
+def stored_page(page: Page) -> StoredPage:
     payload = page.payload.cast("B")
     return StoredPage(page.key, encode_head(page.key, page.ids, payload), payload)
 

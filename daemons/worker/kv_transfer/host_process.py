@@ -22,11 +22,11 @@ class HostProcess(NamedTuple):
     @classmethod
     def own(cls) -> HostProcess:
         """This process."""
-        return cls(host_name(), os.getpid(), _started(os.getpid()) or 0)
+        return cls(host_name(), os.getpid(), started_at(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
         """True if it has ended; False also if it is of another host, of which nothing is known here."""
-        return self.host == host_name() and _started(self.pid) != self.started
+        return self.host == host_name() and started_at(self.pid) != self.started
 
 
 class GoneWatch:
@@ -52,7 +52,7 @@ def host_name() -> str:
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> int | None:
+def started_at(pid: int) -> int | None:
     """Start of a process that has memory, in clock ticks since the boot; None: there is none, or it has ended."""
     try:
         # The name in front may hold anything, parentheses too.

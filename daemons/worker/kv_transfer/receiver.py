@@ -89,24 +89,24 @@ class TransferReceiver:
         self._new_memory = new_memory
         self._clock = clock
         self._on_over = on_over
-        self._regions: dict[str, Region] = {}
+        self.regions: dict[str, Region] = {}
 
     def __len__(self) -> int:
-        return len(self._regions)
+        return len(self.regions)
 
     @property
     def num_quarantined_bytes(self) -> int:
         """Of regions that are over, and that somebody may still write to. Any thread: metrics are read by their own."""
-        regions = tuple(self._regions.values())
+        regions = tuple(self.regions.values())
         return sum(region.num_bytes for region in regions if region.reception.is_quarantined)
 
     def quarantined(self, most: int) -> list[str]:
         """Transfer ids of such regions."""
-        return [name for name, region in self._regions.items() if region.reception.is_quarantined][:most]
+        return [name for name, region in self.regions.items() if region.reception.is_quarantined][:most]
 
     def get(self, transfer_id: str) -> Region:
         """Raises TRANSFER_FAILED for one that is not known, or not any more."""
-        region = self._regions.get(transfer_id)
+        region = self.regions.get(transfer_id)
         if region is None:
             raise _failed(
                 f"the transfer {transfer_id[:64]!r} is not known here, or is over: prefill again", Failure.NONE
@@ -127,7 +127,7 @@ class TransferReceiver:
         """Reserves a region for tokens of `part`; one that is prepared already gets a longer lease. Raises
         INVALID_ARGUMENT or OVERLOADED."""
         until = self._clock() + lease_s
-        region = self._regions.get(transfer_id)
+        region = self.regions.get(transfer_id)
         if region is not None:
             if (region.key.epoch, region.num_tokens, region.part) != (epoch, num_tokens, part):
                 message = f"the transfer {transfer_id!r} is another one here: choose another id"
@@ -140,7 +140,7 @@ class TransferReceiver:
         if num_tokens < 1:
             message = "num_tokens is 0: reserve for one token at least"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "num_tokens"})
-        if len(self._regions) >= MAX_RECEPTIONS:
+        if len(self.regions) >= MAX_RECEPTIONS:
             message = f"{MAX_RECEPTIONS} transfers come in already: prefill where the request decodes"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
         num_bytes = region_bytes(num_tokens, token_bytes)
@@ -158,14 +158,14 @@ class TransferReceiver:
             epoch=epoch,
         )
         reception = Reception(until, writes_are_seen=held.writes_are_seen, has_one_writer=held.has_one_writer)
-        region = self._regions[transfer_id] = Region(key, held, reception, first_token, num_tokens, part)
+        region = self.regions[transfer_id] = Region(key, held, reception, first_token, num_tokens, part)
         return region
 
     def renew(self, transfer_ids: Iterable[str], epoch: int, lease_s: float) -> int:
         """Renews leases of that epoch; how many there were."""
         until, num = self._clock() + lease_s, 0
         for transfer_id in transfer_ids:
-            region = self._regions.get(transfer_id)
+            region = self.regions.get(transfer_id)
             if region is not None and region.key.epoch == epoch and not region.reception.is_over:
                 region.reception.renew(until)
                 num += 1
@@ -176,7 +176,7 @@ class TransferReceiver:
     def open(self, key: RegionKey, num_bytes: int, writer: str, process: HostProcess | None = None) -> Region:
         """A writer begins; process: it writes to the memory by itself. Raises TRANSFER_FAILED unless the region is
         there, just that one, and nobody's yet."""
-        region = self._regions.get(key.transfer_id)
+        region = self.regions.get(key.transfer_id)
         if region is None or region.key != key or region.num_bytes != num_bytes:
             raise _failed("the region is not here any more: its transfer is over", Failure.NONE)
         if not writer or not region.reception.begin_write(writer):
@@ -242,7 +242,7 @@ class TransferReceiver:
     def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
         """Ends a transfer. is_writer_gone: somebody answers for that its writer cannot write any more. Unknown ids are
         fine."""
-        region = self._regions.get(transfer_id)
+        region = self.regions.get(transfer_id)
         if region is not None:
             region.reception.abort()
             if is_writer_gone:
@@ -251,7 +251,7 @@ class TransferReceiver:
 
     def begin_epoch(self, epoch: int) -> None:
         """Transfers of epochs before end: nobody waits for them any more."""
-        for region in tuple(self._regions.values()):
+        for region in tuple(self.regions.values()):
             if region.key.epoch != epoch:
                 region.reception.abort(Failure.EPOCH_ENDED)
                 self._settle(region)
@@ -260,7 +260,7 @@ class TransferReceiver:
         """Ends what nobody renews, and frees what nobody writes to any more. Call it a few times a second while there
         is something."""
         now = self._clock()
-        for region in tuple(self._regions.values()):
+        for region in tuple(self.regions.values()):
             if region.reception.expire(now) or region.reception.is_quarantined:
                 self._settle(region)
 
@@ -274,7 +274,7 @@ class TransferReceiver:
             region.held = None
             held.close()
             self._pool.give_back(region.num_bytes)
-            self._regions.pop(region.key.transfer_id, None)
+            self.regions.pop(region.key.transfer_id, None)
             self._on_over(region)
 
 

@@ -74,7 +74,7 @@ class KvTransfers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance_id = instance_id
-        self._transport = transport
+        self.transport = transport
         self._run = run
         self._start = start
         self._check_holder = check_holder
@@ -88,7 +88,7 @@ class KvTransfers:
         )
         self._executor: StepExecutor | None = None
         self._digest = ""
-        self._senders: dict[str, KvSender] = {}
+        self.senders: dict[str, KvSender] = {}
         self._ticking: asyncio.Task[None] | None = None
         self.num_sent = self.num_received = self.num_failed = 0
 
@@ -100,7 +100,7 @@ class KvTransfers:
     def format(self) -> worker_pb2.KvFormat | None:
         """KV that is sent and taken; None: there are no transfers here."""
         executor = self._executor
-        if executor is None or self._transport is None or not executor.runner.kv_token_bytes or not self._digest:
+        if executor is None or self.transport is None or not executor.runner.kv_token_bytes or not self._digest:
             return None
         return format_of(executor.runner, self._digest, executor.runner.kv_share)
 
@@ -109,7 +109,7 @@ class KvTransfers:
         if self.format is None:
             return None
         return worker_pb2.TransferCounts(
-            num_sending=len(self._senders),
+            num_sending=len(self.senders),
             num_receiving=len(self.receiver),
             staging_bytes=self.staging.num_bytes,
             quarantined_bytes=self.receiver.num_quarantined_bytes,
@@ -122,7 +122,7 @@ class KvTransfers:
     def begin_epoch(self, epoch: int) -> None:
         """Somebody has claimed the worker: transfers of the epochs before end."""
         self.receiver.begin_epoch(epoch)
-        for sender in tuple(self._senders.values()):
+        for sender in tuple(self.senders.values()):
             if sender.epoch != epoch:
                 sender.cancel()
 
@@ -174,7 +174,7 @@ class KvTransfers:
         Raises EPOCH_FENCED, PAGE_CONFLICT, TRANSFER_FAILED, INVALID_ARGUMENT, OVERLOADED or UNSUPPORTED.
         """
         self._check_holder(request.epoch, request.instance_id)
-        region, transport = request.region, self._transport
+        region, transport = request.region, self.transport
         executor, part = self._offered(region.kv)
         assert transport is not None
         token_bytes, first_token = executor.runner.kv_part_bytes(part), request.first_token
@@ -205,10 +205,10 @@ class KvTransfers:
             self._figures.passed("gather_on_device", memory.num_bytes, seconds)
             _trace("kv_gathered", region.transfer_id, device_ms=round(1e3 * seconds, 3))
 
-        sender = self._senders.get(region.transfer_id)
+        sender = self.senders.get(region.transfer_id)
         is_new = sender is None
         if sender is None:
-            if len(self._senders) >= MAX_SENDERS:
+            if len(self.senders) >= MAX_SENDERS:
                 message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
             stamp = _key_of(region).stamp()
@@ -219,24 +219,24 @@ class KvTransfers:
             message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
         if is_new:
-            self._senders[region.transfer_id] = sender
+            self.senders[region.transfer_id] = sender
         try:
             await sender.add(first_token, request.num_tokens, token_bytes, is_last=request.is_last, gather=gathered)
         except BaseException:
-            if is_new and self._senders.get(region.transfer_id) is sender:
-                del self._senders[region.transfer_id]
+            if is_new and self.senders.get(region.transfer_id) is sender:
+                del self.senders[region.transfer_id]
             raise
 
     def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
         """Ends a transfer, whichever end of it this is. is_writer_gone: as of TransferReceiver.abort(). Unknown ids are
         fine."""
         self.receiver.abort(transfer_id, is_writer_gone=is_writer_gone)
-        if (sender := self._senders.get(transfer_id)) is not None:
+        if (sender := self.senders.get(transfer_id)) is not None:
             sender.cancel()
 
     def _sent(self, sender: KvSender, is_sent: bool, num_bytes: int, seconds: float) -> None:
-        if self._senders.get(sender.region.transfer_id) is sender:
-            del self._senders[sender.region.transfer_id]
+        if self.senders.get(sender.region.transfer_id) is sender:
+            del self.senders[sender.region.transfer_id]
         _trace("kv_sender_over", sender.region.transfer_id, is_sent=is_sent)
         self.num_sent += is_sent
         self.num_failed += not is_sent
@@ -347,12 +347,12 @@ class KvTransfers:
 
     def close(self) -> None:
         """Nothing is sent any more."""
-        for sender in tuple(self._senders.values()):
+        for sender in tuple(self.senders.values()):
             sender.cancel()
         if self._ticking is not None:
             self._ticking.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     async def _done(self, job: Callable[[], T]) -> T:
         """Runs a job on the step thread when the steps before it are over."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.plans.host_tier import HostTier
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.worker.v1 import worker_pb2
 

@@ -21,21 +21,21 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
-from radixmesh.daemons.worker.guided.guides import SlotGuides
+from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.barrier_ops import commit
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
-from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
-from radixmesh.daemons.worker.plans.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
-from radixmesh.daemons.worker.plans.repeated_rows import RepeatedRows
-from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
-from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
-from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
-from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
-from radixmesh.daemons.worker.plans.written import Written
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.rows.guided_rows import sampled_tokens, settle_guided, without_late
+from radixmesh.daemons.worker.plans.rows.repeated_rows import RepeatedRows
+from radixmesh.daemons.worker.plans.rows.result_builder import ResultBuilder
+from radixmesh.daemons.worker.plans.rows.uneven_rows import settle_bounded, settle_uneven
+from radixmesh.daemons.worker.plans.rows.written import Written
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.slot_blobs import SlotBlobs
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier, LoadOrNext
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent, StepHandle
 
@@ -44,7 +44,8 @@ class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
     max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
-    grammars: reads those of them that are grammars; None: requests that follow one are refused.
+    grammars: reads those of them that are grammars; None: requests that follow one are refused. guides: move outputs on
+    through their grammars; None: threads of this process do.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepExecutor:
         max_tokens_per_step: int,
         blobs: BlobStore | None = None,
         grammars: GrammarStore | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
@@ -77,7 +79,8 @@ class StepExecutor:
         """Of the last plan, if that had no forward."""
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
-        self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
+        # Guides without a slot are empty, and false.
+        self.guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1) if guides is None else guides
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
@@ -97,7 +100,7 @@ class StepExecutor:
         if self.runner.expert_moves is not None:
             self.runner.expert_moves.drop()
         self.table.clear()
-        self._guides.clear()
+        self.guides.clear()
         self.blobs.begin_epoch()
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
         self._last_steps[:] = 0
@@ -106,7 +109,7 @@ class StepExecutor:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
         assert not self._launched, "steps that were aborted have been finished"
         self.table.clear()
-        self._guides.clear()
+        self.guides.clear()
         self.blobs.begin_epoch()
         self.records.reset()
         if self.host is not None:
@@ -137,7 +140,7 @@ class StepExecutor:
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
-        if not self._guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
+        if not self.guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
             self.last_step = plan.step_id
             return self._launch(plan, repeated, ready_ns)
         check_plan(plan, self.limits, self.table, self.records, self.runner, self.host)
@@ -152,7 +155,7 @@ class StepExecutor:
             self.finish_all()
             # Rows that yielded nothing have taken back the length that they were counted with.
             batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
-        if len(self._guides):
+        if len(self.guides):
             batch = self._with_masks(batch)
         if most == 1:
             self._repeated.ran(batch)
@@ -181,14 +184,14 @@ class StepExecutor:
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
-            followed = self._guides.launched(batch.rows.slots.tolist(), running.tokens)
+            followed = self.guides.launched(batch.rows.slots, running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
-            if len(self._guides):
-                self._guides.follow(sampled_tokens(batch, output, None, self.table))
+            if len(self.guides):
+                self.guides.follow(sampled_tokens(batch, output, None, self.table))
             return StepHandle.of(builder.build_forward(batch, output))
         is_asynchronous = self.runner.is_asynchronous
         written = Written.by(batch, self.table, self.records, self.limits.page_size, is_asynchronous=is_asynchronous)
@@ -196,6 +199,10 @@ class StepExecutor:
         self._advance(batch)
         step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
+
+    def close(self) -> None:
+        """The worker ends."""
+        self.guides.close()
 
     def finish_all(self) -> None:
         """Waits for every launched step; their results stay with them."""
@@ -253,15 +260,15 @@ class StepExecutor:
                 self.host.used(table.pages(release.slot), int(self._last_steps[release.slot]))
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
-                self._guides.released(release.slot)
+                self.guides.released(release.slot)
         for admit in plan.admits:
-            guide = self._guide_of(admit)
+            is_guided, guide = self._guide_of(admit)
             table.admit(
                 admit,
                 can_batch=self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
                 guide=guide,
-                is_uncertain=self.runner.is_asynchronous and (guide is not None or self.runner.skips_rows),
+                is_uncertain=self.runner.is_asynchronous and (is_guided or self.runner.skips_rows),
             )
             self.runner.admitted(admit)
         if plan.grants:
@@ -283,21 +290,22 @@ class StepExecutor:
         newest = max((launched for launched in self._launched if launched <= step_id), default=None)
         return DONE if newest is None else self._launched[newest].event
 
-    def _guide_of(self, admit: Admit) -> Guide | None:
-        """The guide of a request with a grammar; where there can be none, its slot has failed."""
+    def _guide_of(self, admit: Admit) -> tuple[bool, Guide | None]:
+        """True if a request follows a grammar, and its guide if the step thread reads its masks; where it cannot be
+        followed, its slot has failed."""
         blob = self.blobs.admitted(admit)
         if not blob or self._grammars is None:
-            return None
+            return False, None
         try:
-            return self._guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
+            return True, self.guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
         except MeshError as error:
             self.blobs.fail(admit.slot, admit.generation, error)
-            return None
+            return False, None
 
     def _with_masks(self, batch: ForwardBatch) -> ForwardBatch:
         """Waits shortly for masks of tokens that are sampled now, fails outputs that cannot go on, and leaves out those
         whose mask is late."""
-        guides = self._guides
+        guides = self.guides
         sampled = [segment.slot for segment in batch.segments if segment.sample is not None]
         guides.wait(sampled, self.runner.mask_wait_s)
         for slot, error in guides.errors():
@@ -356,7 +364,7 @@ class StepExecutor:
         del self._launched[step_id]
         output = running.result()
         if followed is not None:
-            self._guides.let_follow(followed)
+            self.guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
@@ -377,8 +385,8 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-        if len(self._guides):
-            self._guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
+        if len(self.guides):
+            self.guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:

@@ -15,8 +15,8 @@ from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResul
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.plans.plan_dump import PlanDump
-from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
+from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.slots.slot_traces import SlotTraces, TracedChunk
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2

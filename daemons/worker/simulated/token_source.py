@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.plans.slot_table import BoolArray
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray
 
 HashArray = npt.NDArray[np.uint64]
 

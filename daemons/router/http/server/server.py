@@ -56,6 +56,12 @@ class HttpServer:
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
+    @property
+    def port(self) -> int:
+        """The port that bind() got."""
+        assert self._listener is not None, "bind() comes first"
+        return int(self._listener.getsockname()[1])
+
     async def serve(self) -> None:
         """Runs until stop(). Call once, after bind()."""
         assert self._listener is not None, "bind() comes first"

@@ -61,7 +61,7 @@ class LinkPlacement:
         on_decision: Callable[[Decision], None] = lambda decision: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._placement = placement
+        self.placement = placement
         self.table = LinkTable(placement.replicas, clock)
         self._open_watch = open_watch if placement.policy.needs_matches else None
         self._max_outputs = max_outputs
@@ -75,12 +75,12 @@ class LinkPlacement:
 
     def add(self, link: SchedulerLink) -> None:
         """A new link; its cache is followed from now on."""
-        number = self._placement.add(link.address)
+        number = self.placement.add(link.address)
         self.table.add(number, link)
         link.on_facts = self.table.update
         follower = None
         if self._open_watch is not None:
-            follower = CacheFollower(number, link.address, self._open_watch, self._placement)
+            follower = CacheFollower(number, link.address, self._open_watch, self.placement)
             follower.start()
         self._rows[link] = _Row(number, follower)
 
@@ -90,7 +90,7 @@ class LinkPlacement:
         row = self._rows.pop(link)
         if row.follower is not None:
             await row.follower.close()
-        self._placement.remove(row.number)
+        self.placement.remove(row.number)
 
     async def close(self) -> None:
         """Ends all watches."""
@@ -102,29 +102,29 @@ class LinkPlacement:
         None if all are full, unless counts_full.
         """
         surplus = None if counts_full else _surplus_of(output)
-        return self._placement.choose(self._wanted(output, self.table.link(int(rows[0]))), rows, surplus=surplus)
+        return self.placement.choose(self._wanted(output, self.table.link(int(rows[0]))), rows, surplus=surplus)
 
     def is_full(self, link: SchedulerLink) -> bool:
         """True if outputs wait in the router rather than go there."""
-        return not self._placement.has_room([self._rows[link].number])[0]
+        return not self.placement.has_room([self._rows[link].number])[0]
 
     def has_room_for(self, output: Output, rows: IntColumn) -> bool:
         """True if one of those, in `rows` of the table, is not full for the output."""
-        return bool(self._placement.has_room(rows, _surplus_of(output)).any())
+        return bool(self.placement.has_room(rows, _surplus_of(output)).any())
 
     def has_room(self) -> bool:
         """True if some scheduler is not full, for urgent outputs at least."""
         rows = [row.number for row in self._rows.values()]
-        return bool(self._placement.has_room(rows, _URGENT_SURPLUS).any())
+        return bool(self.placement.has_room(rows, _URGENT_SURPLUS).any())
 
     def max_outputs(self, link: SchedulerLink) -> int:
         """With so many outputs the scheduler is full; 0 = never."""
-        most = int(self._placement.replicas.max_outputs[self._rows[link].number])
+        most = int(self.placement.replicas.max_outputs[self._rows[link].number])
         return 0 if most == NO_BOUND else most
 
     def state_of(self, link: SchedulerLink) -> ReplicaState:
         """Outputs that run or wait there by now."""
-        row, table = self._rows[link].number, self._placement.replicas
+        row, table = self._rows[link].number, self.placement.replicas
         slowness = table.slowness(np.array([row]))
         return ReplicaState(
             num_outputs=int(table.num_outputs[row]),
@@ -138,14 +138,14 @@ class LinkPlacement:
 
     def matched_tokens(self, output: Output, link: SchedulerLink) -> int:
         """Tokens of prompt and output that the scheduler has cached, as far as is known; 0 if no cache is followed."""
-        return self._placement.matched_tokens(self._wanted(output, link), self._rows[link].number)
+        return self.placement.matched_tokens(self._wanted(output, link), self._rows[link].number)
 
     def take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
         """An output was submitted there, by a decision or beside a sibling, whose prompt it has."""
         if decision is None:
-            self._placement.replicas.take_sent(self._rows[link].number, link.last_sequence, 0, 0)
+            self.placement.replicas.take_sent(self._rows[link].number, link.last_sequence, 0, 0)
             return
-        self._placement.take_sent(decision, link.last_sequence)
+        self.placement.take_sent(decision, link.last_sequence)
         routed = self._rows[link].routed
         routed.num_decisions += 1
         routed.num_tokens += decision.num_tokens
@@ -159,26 +159,26 @@ class LinkPlacement:
             return
         if row.num_connects != link.num_connects:
             row.num_connects = link.num_connects
-            self._placement.restart(row.number, link.kv_tokens)
-        self._placement.take_load(row.number, link.replica_load())
-        self._placement.replicas.max_outputs[row.number] = self._bound_of(link)
+            self.placement.restart(row.number, link.kv_tokens)
+        self.placement.take_load(row.number, link.replica_load())
+        self.placement.replicas.max_outputs[row.number] = self._bound_of(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         """The prefill of that submit is done."""
         row = self._rows.get(link)
         if row is not None:
-            self._placement.replicas.take_first_token(row.number, sequence)
+            self.placement.replicas.take_first_token(row.number, sequence)
 
     def on_left(self, link: SchedulerLink, sequence: int) -> None:
         """The output of that submit has ended, or gone elsewhere."""
         row = self._rows.get(link)
         if row is not None:
-            self._placement.replicas.take_left(row.number, sequence)
+            self.placement.replicas.take_left(row.number, sequence)
 
     def tree(self, link: SchedulerLink, *, max_nodes: int, max_visited: int) -> TreeSummary | None:
         """A picture of the scheduler's prefix tree; None where it is not known."""
         row = self._rows.get(link)
-        return None if row is None else self._placement.tree(row.number, max_nodes=max_nodes, max_visited=max_visited)
+        return None if row is None else self.placement.tree(row.number, max_nodes=max_nodes, max_visited=max_visited)
 
     def _bound_of(self, link: SchedulerLink) -> int:
         if self._max_outputs:
@@ -200,11 +200,11 @@ class LinkPlacement:
         """Call every 0.1 s or so, with monotonic seconds."""
         if now - self._ticked > _TICK_S:
             self._ticked = now
-            self._placement.tick()
+            self.placement.tick()
             self._take_stock()
 
     def _take_stock(self) -> None:
-        table, rows = self._placement.replicas, [row.number for row in self._rows.values()]
+        table, rows = self.placement.replicas, [row.number for row in self._rows.values()]
         queued = table.queued_tokens[rows]
         total = int(queued.sum())
         self.imbalance = float(queued.max()) * len(rows) / total if total > 0 else 0.0

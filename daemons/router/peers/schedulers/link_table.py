@@ -44,7 +44,7 @@ class LinkTable:
         self._passed_until: npt.NDArray[np.float64] = np.zeros(0)
         self._slow_since: npt.NDArray[np.float64] = np.zeros(0)
         self._all_sound_at = float("-inf")
-        self._serving: dict[tuple[str, tuple[str, str, int, int]], _BoolColumn] = {}
+        self.serving: dict[tuple[str, tuple[str, str, int, int]], _BoolColumn] = {}
 
     def add(self, row: int, link: SchedulerLink) -> None:
         """A new link; from now on it tells of its changes here."""
@@ -146,13 +146,13 @@ class LinkTable:
     def _same_model(self, request: Request) -> _BoolColumn:
         model, identity = request.resolved.model, request.resolved.model_identity
         key = (model, identity.compared)
-        found = self._serving.get(key)
+        found = self.serving.get(key)
         if found is None:
-            if len(self._serving) >= _MAX_MODELS:
-                self._serving.clear()
+            if len(self.serving) >= _MAX_MODELS:
+                self.serving.clear()
             found = np.zeros(len(self._takes_submits), dtype=np.bool_)
             found[[row for row, link in self._links.items() if link.serves(model, identity)]] = True
-            self._serving[key] = found
+            self.serving[key] = found
         return found
 
     def _trusted(self, rows: IntColumn) -> IntColumn:
@@ -168,7 +168,7 @@ class LinkTable:
 
     def _note_change(self) -> None:
         self.version += 1
-        self._serving.clear()
+        self.serving.clear()
 
     def _grow(self, least: int) -> None:
         more = max(16, 2 * least) - len(self._takes_submits)

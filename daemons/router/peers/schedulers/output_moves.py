@@ -33,6 +33,9 @@ _MOST_ESTIMATED = 32
 # An output stays that long at least where it was placed, and is moved for evenness so often at most.
 _LEAST_STAY_S = 1.0
 _MOST_MOVES = 8
+# Each move begins anew at the end of a queue: one that has brought no token is followed by one more at most. With all
+# eight in a row a client could wait for eight queues.
+_MOST_BARREN_MOVES = 2
 
 
 class OutputMoves:
@@ -118,6 +121,7 @@ class OutputMoves:
         ways = set()
         for output in outputs:
             output.num_moves += 1
+            output.num_barren_moves = 1 + (0 if len(output.ids) > output.num_submitted else output.num_barren_moves)
             ways.add(self._pool.place(output, links, source=link))
         self._on_moved(reason, len(outputs))
         log.info(
@@ -190,7 +194,12 @@ def _movable(outputs: Iterable[Output]) -> list[list[Output]]:
 
 
 def _may_move(outputs: Sequence[Output], now: float) -> bool:
-    return all(now - output.state_since > _LEAST_STAY_S and output.num_moves < _MOST_MOVES for output in outputs)
+    return all(
+        now - output.state_since > _LEAST_STAY_S
+        and output.num_moves < _MOST_MOVES
+        and (output.num_barren_moves < _MOST_BARREN_MOVES or len(output.ids) > output.num_submitted)
+        for output in outputs
+    )
 
 
 def _remaining(output: Output) -> int:

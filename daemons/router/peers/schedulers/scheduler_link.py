@@ -68,6 +68,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._prefills: dict[int, RemotePrompt] = {}
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
+        """Since when the worker group serves, or does not; claims that fail in between change nothing."""
         self._has_served = False
         self._sequence = 0
         self._last_handle = 0
@@ -353,13 +354,14 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self.on_facts(self)
             self._events.on_load(self)
             if has_changed:
-                self.group_since = self._clock()
                 self._events.on_scheduler_changed(self)
 
     def _note_group(self, group: scheduler_pb2.GroupState) -> None:
         """The worker group's next state, before it is taken: a loss counts as the scheduler's own, and so does what
         follows it."""
         serving = scheduler_pb2.GROUP_STATE_SERVING
+        if (self.load.group == serving) != (group == serving):
+            self.group_since = self._clock()
         if self.load.group == serving and group == scheduler_pb2.GROUP_STATE_CONNECTING and self._running:
             self._note_failure()
         if self._has_served and self.load.group != serving and group == serving:

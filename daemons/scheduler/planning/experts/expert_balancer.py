@@ -37,7 +37,8 @@ _LEAST_GAIN = 0.02
 _LAYERS_A_CALL = 4
 # Seconds that a slice should take. Requests wait as long, far below the second that they may.
 _SLICE_S = 0.1
-_FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 26
+# The most is what a worker takes. An op costs some steps until it is answered, so that large slices are quicker.
+_FIRST_SLICE, _LEAST_SLICE, _MOST_SLICE = 1 << 20, 1 << 16, 1 << 28
 _ALIGNMENT = 512
 # Of the time, requests have this many times as much as moves.
 _PAUSE = 3.0
@@ -80,9 +81,9 @@ class ExpertBalancer:
     """Changes that took effect."""
     longest_s: float = 0.0
     """Longest time that an op took."""
-    _experts: SharedExperts | None = None
+    experts: SharedExperts | None = None
     _loads_LE: _FloatArray | None = None
-    _change: _Change | None = None
+    change: _Change | None = None
     _sent: _Sent | None = None
     _num_changes: int = 0
     _epoch: int = 0
@@ -100,8 +101,8 @@ class ExpertBalancer:
         if self._tried:
             # The group may have died of its moves: the same ones at once would be its end again.
             self._end_look()
-        self._experts, self._epoch = experts, epoch
-        self._change = self._sent = None
+        self.experts, self._epoch = experts, epoch
+        self.change = self._sent = None
         can_move = {"move_experts", "place_experts"} <= ops
         self.is_on = experts is not None and can_move and self.settings.threshold > 0
         if experts is not None:
@@ -123,15 +124,15 @@ class ExpertBalancer:
 
     def balancedness(self) -> float:
         """Mean over most of the ranks' work, layer by layer, as the placement divides the loads; 0: not known."""
-        if self._experts is None or self._loads_LE is None or not self._loads_LE.any():
+        if self.experts is None or self._loads_LE is None or not self._loads_LE.any():
             return 0.0
-        loads_LR = _rank_loads(self._experts, self._loads_LE)
+        loads_LR = _rank_loads(self.experts, self._loads_LE)
         return float(loads_LR.mean(axis=1).sum() / loads_LR.max(axis=1).sum())
 
     def rows_by_rank(self, loads: IntArray) -> list[float]:
         """Pairs of a row and an expert that each rank computes of such picks, as the placement divides them; empty: no
         ranks share experts, or not so many."""
-        experts = self._experts
+        experts = self.experts
         if experts is None or len(loads) != experts.num_layers * experts.num_experts:
             return []
         loads_LE = loads.reshape(experts.num_layers, -1).astype(np.float64)
@@ -140,16 +141,16 @@ class ExpertBalancer:
 
     def next_op(self, now: float, step_id: int) -> worker_pb2.BarrierOp | None:
         """The op of the next plan, which will be that step; None: a plan as ever."""
-        if self._sent is not None or self._experts is None:
+        if self._sent is not None or self.experts is None:
             return None
         if self._pause_s:
             self._not_before_s, self._pause_s = now + self._pause_s, 0.0
         if now < self._not_before_s:
             return None
-        if self._change is None and not self._find_change(now):
+        if self.change is None and not self._find_change(now):
             return None
-        assert self._change is not None
-        op, num_bytes = self._op_of(self._change)
+        assert self.change is not None
+        op, num_bytes = self._op_of(self.change)
         self._sent = _Sent(step_id, num_bytes)
         return op
 
@@ -159,7 +160,7 @@ class ExpertBalancer:
             self._next_look_s = now + self.settings.interval_s * 2**self._num_doublings
         if now < self._next_look_s:
             return False
-        experts, loads_LE = self._experts, self._loads_LE
+        experts, loads_LE = self.experts, self._loads_LE
         assert experts is not None and loads_LE is not None
         is_balanced = self.balancedness() >= self.settings.threshold
         layers = [] if is_balanced else self._worst_layers(experts, loads_LE)
@@ -169,7 +170,7 @@ class ExpertBalancer:
             if moves:
                 self._num_changes += 1
                 self._has_moved = True
-                self._change = _Change(f"{self._epoch}.{self._num_changes}", layer, moves)
+                self.change = _Change(f"{self._epoch}.{self._num_changes}", layer, moves)
                 return True
         if not layers:  # Otherwise the others are for the next call.
             if is_balanced and not self._has_moved:
@@ -193,7 +194,7 @@ class ExpertBalancer:
         return [layer for layer in order if layer not in self._tried and is_known_L[layer]][:_LAYERS_A_CALL]
 
     def _op_of(self, change: _Change) -> tuple[worker_pb2.BarrierOp, int]:
-        experts = self._experts
+        experts = self.experts
         assert experts is not None
         if change.first_move == len(change.moves):
             change.is_committing = True
@@ -229,15 +230,15 @@ class ExpertBalancer:
             speed = sent.num_bytes / seconds
             # Slower at once, faster step by step: one slice that was quick says little of the next.
             self._bytes_per_s = min(speed, 2 * self._bytes_per_s) if self._bytes_per_s else speed
-        change, experts = self._change, self._experts
+        change, experts = self.change, self.experts
         if change is None or experts is None or not change.is_committing:
             return
         experts_LS = experts.experts_LS.copy()
         experts_S = experts.experts_LS[change.layer]
         for move in change.moves:
             experts_LS[change.layer, move.target] = experts_S[move.source]
-        self._experts = replace(experts, version=experts.version + 1, experts_LS=experts_LS)
-        self._change = None
+        self.experts = replace(experts, version=experts.version + 1, experts_LS=experts_LS)
+        self.change = None
         self.num_placed += 1
 
 

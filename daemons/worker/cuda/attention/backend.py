@@ -9,7 +9,7 @@ Legend: T rows, B decode rows (padding included), C chunks, H heads, K kv heads,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,3 +168,7 @@ class DeviceAttention(ABC):
     @abstractmethod
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         """Prepares a step; valid until the next begin()."""
+
+
+AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
+"""Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""

@@ -12,7 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
+from radixmesh.daemons.worker.cuda.attention.backend import AttentionCreator, DeviceAttention
 from radixmesh.daemons.worker.cuda.attention.pool_attention import PoolAttention
 from radixmesh.daemons.worker.kv_pool import latents_in_fp8
 from radixmesh.daemons.worker.models.kv_layout import KvLayout
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
     from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
     from radixmesh.daemons.worker.cuda.load import DeviceSettings
-    from radixmesh.daemons.worker.cuda.runner import AttentionCreator
 
 _log = get_logger(__name__)
 
@@ -203,7 +202,7 @@ def _flashinfer(
 ) -> FlashInferBackend:
     from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
     from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
-    from radixmesh.daemons.worker.cuda.step.row_order import RowOrder
+    from radixmesh.daemons.worker.cuda.step.inputs.row_order import RowOrder
 
     kernels = FlashInferAttention(
         shape,

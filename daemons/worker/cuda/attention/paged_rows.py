@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.cuda.step.pinned_ring import PinnedRing
+from radixmesh.daemons.worker.cuda.step.inputs.pinned_ring import PinnedRing
 
 _INT32_LIMIT = 2**31
 

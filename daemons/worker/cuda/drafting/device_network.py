@@ -12,7 +12,7 @@ draft is computed ahead of the next one that does, at most MOST_BEHIND tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
 from radixmesh.daemons.worker.cuda.drafting.network_trees import NetworkTrees, scratch_tokens
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import HiddenStates
@@ -72,14 +72,14 @@ class DeviceNetwork(DeviceDrafter):
         force more. tree: shape of the drafts of a row; None: they are a chain."""
         where = device.torch_device
         self.hidden_layers = hidden_layers
-        self._device, self._network, self._pool, self._attention = device, network, pool, attention
+        self._device, self._network, self.pool, self._attention = device, network, pool, attention
         self._slots, self._page_size, self._max_rows, self._max_chain = slots, page_size, max_rows, max_chain
         self._tree, self.has_trees = tree, tree is not None
         num_tokens = pool.num_pages + 1
         self._shape = NetworkShape(1 if num_features else 0, page_size, max_total_len, pool.zero_slot)
-        self._features_NF = torch.zeros(num_tokens, num_features, dtype=dtype, device=where) if num_features else None
+        self.features_NF = torch.zeros(num_tokens, num_features, dtype=dtype, device=where) if num_features else None
         num_slots = len(slots.lengths)
-        self._fresh = FreshTokens(
+        self.fresh = FreshTokens(
             torch.zeros(num_tokens, dtype=torch.int8, device=where),
             torch.zeros(num_slots, dtype=torch.int32, device=where),
             torch.zeros(num_slots, dtype=torch.int32, device=where),
@@ -107,9 +107,9 @@ class DeviceNetwork(DeviceDrafter):
                 self._shape,
                 sampler,
                 max_rows=max_rows,
-                scratch_first=self._pool.zero_slot - scratch_tokens(self._tree, max_rows),
+                scratch_first=self.pool.zero_slot - scratch_tokens(self._tree, max_rows),
                 dummy_slot=self._slots.dummy_slot,
-                has_features=self._features_NF is not None,
+                has_features=self.features_NF is not None,
                 device=where,
             )
         self._sampled_1B = torch.zeros(1, max_rows, dtype=torch.int32, device=where)
@@ -125,7 +125,7 @@ class DeviceNetwork(DeviceDrafter):
         rows, chain = self._rows.of(num_rows * self._columns, num_rows), self._chain.of(num_rows)
         inputs = inputs._replace(window_WB=inputs.window_WB[: self._most])
         write_entries(inputs, state)
-        follow_rows(inputs, state, self._fresh, self._shape, rows, chain)
+        follow_rows(inputs, state, self.fresh, self._shape, rows, chain)
         output = self._compute(rows, num_rows, self._columns).index_select(0, chain.last_rows)
         if self._trees is not None:
             self._trees.grow(output, inputs, chain, self._forward_branches)
@@ -136,7 +136,7 @@ class DeviceNetwork(DeviceDrafter):
             self._sampler.sample_drafts(network.logits(output), chain.sample_slots, chain.sample_positions, target)
             chain_rows(sampled_B, inputs, number, self._slots.dummy_slot, self._shape, chain)
             if number + 1 < self._most:
-                features_BF = None if self._features_NF is None else output
+                features_BF = None if self.features_NF is None else output
                 step = self._step(chain.slots, chain.positions, decodes=(chain.slots, chain.kv_lens))
                 output = network.forward(
                     sampled_B, features_BF, self._target(chain.positions, chain.slots), self._attention.begin(step, "")
@@ -144,19 +144,19 @@ class DeviceNetwork(DeviceDrafter):
 
     def computed(self, rows: DraftRows, hidden: HiddenStates, trees: TreeRows | None = None) -> None:
         tokens_T = None if trees is None else trees.tokens_T
-        written_T = tokens_written(rows.positions, rows.slots, self._state, self._fresh, self._page_size, tokens_T)
+        written_T = tokens_written(rows.positions, rows.slots, self._state, self.fresh, self._page_size, tokens_T)
         self._keep(written_T, hidden)
 
     def kept_planes(self) -> list[torch.Tensor]:
         # The network's own KV of these tokens is stale since the target wrote them.
-        return [] if self._features_NF is None else [self._features_NF[None]]
+        return [] if self.features_NF is None else [self.features_NF[None]]
 
     def computed_chunks(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DeviceStep, hidden: HiddenStates
     ) -> None:
         chunks = (step.chunk_slots, step.chunk_row_starts, step.chunk_kv_lens)
         rows = NetworkRows.allocate(len(ids_T), step.num_chunks, ids_T.device)._replace(tokens=ids_T)
-        written_T = follow_chunks(chunks, positions_T, step.page_tables, self._fresh, self._shape, rows)
+        written_T = follow_chunks(chunks, positions_T, step.page_tables, self.fresh, self._shape, rows)
         self._keep(written_T, hidden)
         self._compute(rows, 0, step.max_chunk_len)
 
@@ -172,7 +172,7 @@ class DeviceNetwork(DeviceDrafter):
             numbers = np.array(self._new_slots, np.int32)
             slots = torch.empty(len(numbers), dtype=torch.int32, device=self._device.torch_device)
             self._device.upload(numbers, slots)
-            for lens_S in (self._fresh.fresh_lens_S, self._fresh.tabled_lens_S):
+            for lens_S in (self.fresh.fresh_lens_S, self.fresh.tabled_lens_S):
                 lens_S.index_fill_(0, slots.long(), 0)
             self._new_slots.clear()
 
@@ -200,21 +200,21 @@ class DeviceNetwork(DeviceDrafter):
     def copied(self, source: int, target: int, num_tokens: int) -> None:
         """The first tokens of a page of the target's are on another page too."""
         to, since = (slice(page * self._page_size, page * self._page_size + num_tokens) for page in (target, source))
-        self._pool.copy_tokens(since, to)
-        self._fresh.is_fresh_N[to] = self._fresh.is_fresh_N[since]
-        if self._features_NF is not None:
-            self._features_NF[to] = self._features_NF[since]
+        self.pool.copy_tokens(since, to)
+        self.fresh.is_fresh_N[to] = self.fresh.is_fresh_N[since]
+        if self.features_NF is not None:
+            self.features_NF[to] = self.features_NF[since]
 
     def received(self, tokens: torch.Tensor) -> None:
         """KV that another process computed is on these tokens, int64: hidden states do not travel with it."""
-        self._fresh.is_fresh_N[tokens] = 0
-        if self._features_NF is not None:
-            self._features_NF[tokens] = 0
+        self.fresh.is_fresh_N[tokens] = 0
+        if self.features_NF is not None:
+            self.features_NF[tokens] = 0
 
     def cleared(self) -> None:
         """Nothing is on any page."""
-        self._pool.clear()
-        for numbers in self._fresh[:3]:
+        self.pool.clear()
+        for numbers in self.fresh[:3]:
             numbers.zero_()
 
     def _catch_up(self, slots: IntArray) -> None:
@@ -235,14 +235,14 @@ class DeviceNetwork(DeviceDrafter):
             num_entries_1=self._zero_1,
         )
         rows = NetworkRows.allocate(num_rows * MOST_BEHIND, num_rows, where)
-        follow_rows(inputs, self._state, self._fresh, self._shape, rows, None)
+        follow_rows(inputs, self._state, self.fresh, self._shape, rows, None)
         self._compute(rows, 0, MOST_BEHIND)
 
     def _compute(self, rows: NetworkRows, num_rows: int, max_chunk_len: int) -> torch.Tensor:
         """Rows from the target's tokens and features, [T, *]. num_rows: few of them are decodes each; 0: chunks."""
         decodes = (rows.slots, rows.kv_lens) if 0 < num_rows < LEAST_CHUNKS else None
         step = self._step(rows.slots, rows.positions, decodes=decodes, chunks=rows, max_chunk_len=max_chunk_len)
-        features_TF = None if self._features_NF is None else self._features_NF.index_select(0, rows.features)
+        features_TF = None if self.features_NF is None else self.features_NF.index_select(0, rows.features)
         target = self._target(rows.positions, rows.slots)
         return self._network.forward(rows.tokens, features_TF, target, self._attention.begin(step, ""))
 
@@ -260,7 +260,7 @@ class DeviceNetwork(DeviceDrafter):
         decode_slots, decode_kv_lens = decodes or (nothing, nothing)
         has_chunks = decodes is None and chunks is not None
         return DeviceStep(
-            page_tables=self._fresh.tables_SL,
+            page_tables=self.fresh.tables_SL,
             row_slots=slots,
             row_positions=positions,
             decode_slots=decode_slots,
@@ -279,12 +279,12 @@ class DeviceNetwork(DeviceDrafter):
         return self._network.forward(rows.ids, features_TF, target, self._attention.begin(step, ""))
 
     def _target(self, positions: torch.Tensor, slots: torch.Tensor) -> KvTarget:
-        return KvTarget(positions, slots, self._fresh.tables_SL, 1)
+        return KvTarget(positions, slots, self.fresh.tables_SL, 1)
 
     def _keep(self, written_T: torch.Tensor, hidden: HiddenStates) -> None:
-        if self._features_NF is not None:
+        if self.features_NF is not None:
             states = tuple(hidden.by_layer[layer] for layer in self.hidden_layers)
-            self._features_NF.index_copy_(0, written_T, self._network.features(states))
+            self.features_NF.index_copy_(0, written_T, self._network.features(states))
 
 
 class NetworkDrafter(Drafter):
@@ -298,3 +298,7 @@ class NetworkDrafter(Drafter):
 
     def on_device(self) -> DeviceNetwork:
         return self._network
+
+
+NetworkCreator = Callable[[SlotState], DeviceNetwork]
+"""Makes the network that drafts for a model, over the slots of its runner."""

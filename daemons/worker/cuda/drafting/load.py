@@ -17,7 +17,7 @@ from radixmesh.daemons.worker.checkpoint.loader import load_tensors
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.cpu.load_drafter import check_vocabulary, no_drafter, shows_nothing
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
-from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork
+from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork, NetworkCreator
 from radixmesh.daemons.worker.cuda.drafting.eagle3 import LoadedEagle3
 from radixmesh.daemons.worker.cuda.drafting.mtp import LoadedMtp
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
@@ -39,7 +39,6 @@ from radixmesh.daemons.worker.speculation.settings import NETWORKS, Speculation,
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, ModelOnDevice
     from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-    from radixmesh.daemons.worker.cuda.runner import NetworkCreator
 
 _log = get_logger(__name__)
 

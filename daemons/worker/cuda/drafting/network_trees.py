@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.speculation.draft_tree import TreeShape
 from radixmesh.kernels.sampling.drafts import DraftInputs
 from radixmesh.kernels.sampling.grow_trees import BranchRows, Candidates, RankScratch, branch_out, choose_drafts

@@ -113,7 +113,7 @@ class BufferDispatch(DeviceDispatch):
         super().__init__(normal.ranks, max_room=max_room)
         self._name, self._open, self._size_hint, self._normal = name, open_buffer, size_hint, normal
         self._shape: BufferShape | None = None
-        self._buffer: LowLatencyBuffer | None = None
+        self.buffer: LowLatencyBuffer | None = None
         self._receive: Receive | None = None
         """Of the call before, which has not received yet."""
 
@@ -143,16 +143,16 @@ class BufferDispatch(DeviceDispatch):
         self._normal.form()
         assert self._shape is not None, "no layer has experts"
         self._receive = None
-        self._buffer = self._open(self._shape)
+        self.buffer = self._open(self._shape)
 
     def leave(self) -> None:
-        buffer, self._buffer = self._buffer, None
+        buffer, self.buffer = self.buffer, None
         if buffer is not None:
             buffer.destroy()
         self._normal.leave()
 
     def launched(self, device: Device) -> Callable[[], None]:
-        masked_N = self._buffer.masked() if self._buffer is not None else None
+        masked_N = self.buffer.masked() if self.buffer is not None else None
         if masked_N is None:
             return self.check
         # A copy behind the step: asking now would wait for all that was launched.
@@ -171,7 +171,7 @@ class BufferDispatch(DeviceDispatch):
         return self._normal.exchange(x, to_ranks, from_ranks)
 
     def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
-        buffer = self._buffer
+        buffer = self.buffer
         if buffer is None or not self.room:
             self._normal.room = self.room
             return self._normal.start_dispatch(x_TD, routes, num_held)
@@ -194,10 +194,10 @@ class BufferDispatch(DeviceDispatch):
         sent = came.route
         if not isinstance(sent, _Sent):
             return self._normal.start_combine(came, results_RD)
-        assert self._buffer is not None
+        assert self.buffer is not None
         self._received()
         results_PXD = results_RD.view(sent.shape) if sent.places_R is None else _unpacked(results_RD, sent)
-        combined_TD, receive = self._buffer.combine(
+        combined_TD, receive = self.buffer.combine(
             results_PXD, sent.slots_TA, sent.weights_TA, sent.handle, is_split=self.is_cut
         )
         received = self._under_way(receive)

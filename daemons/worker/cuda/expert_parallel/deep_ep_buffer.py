@@ -59,7 +59,7 @@ class DeepEpBuffer(LibraryBuffer):
         depth = max(_LEAST_DEPTH, 1 << (2 * shape.max_rows + 1).bit_length())
         os.environ["NVSHMEM_QP_DEPTH"] = str(max(depth, int(os.environ.get("NVSHMEM_QP_DEPTH", "0"))))
         try:
-            self._buffer = module.Buffer(
+            self.buffer = module.Buffer(
                 None,
                 0,
                 deep_ep_bytes(module, shape),
@@ -71,12 +71,12 @@ class DeepEpBuffer(LibraryBuffer):
             )
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet through DeepEP: {str(error).splitlines()[0][:300]}") from error
-        self._buffer.clean_low_latency_buffer(shape.max_rows, shape.hidden_size, shape.num_slots)
+        self.buffer.clean_low_latency_buffer(shape.max_rows, shape.hidden_size, shape.num_slots)
         # Nobody sends before all have cleaned theirs.
         ranks.stack(torch.zeros(1))
 
     def masked(self) -> torch.Tensor | None:
-        self._buffer.low_latency_query_mask_buffer(self._mask_N)
+        self.buffer.low_latency_query_mask_buffer(self._mask_N)
         return self._mask_N
 
 

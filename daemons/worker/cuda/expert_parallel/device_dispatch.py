@@ -43,12 +43,14 @@ class DeviceDispatch(ABC):
 
     room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
     may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
-    generation needs graphs of its own. is_cut: two halves of a step take turns, so that rows of both may be under
+    generation needs graphs of its own. mixes: a rank may replay a graph while another one launches the same forward
+    kernel by kernel. is_cut: two halves of a step take turns, so that rows of both may be under
     way at a time. tokens: which rows of the next forward are no padding; None: all.
     """
 
     can_capture: bool = True
     is_captured_anew: bool = False
+    mixes: bool = True
 
     def __init__(self, ranks: RankGroup, *, max_room: int) -> None:
         """ranks: those that share the experts, by which they meet on their hosts. max_room: more rows of a rank than
@@ -130,7 +132,7 @@ class DispatchedExperts(Experts):
         self._local, self._dispatch, self._ops = local, dispatch, ops
         self.slots = placed.first_slots(num_experts)
         self._num_held = self.slots.per_rank
-        self._table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
+        self.table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
         self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype)
 
@@ -140,7 +142,7 @@ class DispatchedExperts(Experts):
     def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
         """Begins; as DeviceDispatch.start_dispatch."""
         dispatch = self._dispatch
-        routes = self._ops.choose_slots(routes, self._table, self.picks_E, dispatch.rank, dispatch.tokens)
+        routes = self._ops.choose_slots(routes, self.table, self.picks_E, dispatch.rank, dispatch.tokens)
         return dispatch.start_dispatch(x_TD, routes, self._num_held)
 
     def compute(self, came: Came) -> Callable[[torch.Tensor], None]:
@@ -166,4 +168,4 @@ class DispatchedExperts(Experts):
     def place(self, experts_S: torch.Tensor) -> None:
         """Other experts are at the slots of all ranks, from the next step on. int64 on the host."""
         self.slots = self.slots.replaced(experts_S, self._dispatch.size)
-        self._table.copy_(slot_table(experts_S, self.slots.num_experts))
+        self.table.copy_(slot_table(experts_S, self.slots.num_experts))

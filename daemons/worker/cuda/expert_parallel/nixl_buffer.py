@@ -63,22 +63,22 @@ class NixlBuffer(LibraryBuffer):
         """Its kernels were compiled for ids of this one."""
         self._mask_N = torch.zeros(shape.num_ranks, dtype=torch.int32, device=device)
         try:
-            self._buffer = module.Buffer(
+            self.buffer = module.Buffer(
                 rank=ranks.rank,
                 explicitly_destroy=True,
                 low_latency_mode=True,
                 tcp_store_group=_store(ranks),
                 timeout_ms=_TIMEOUT_MS,
             )
-            self._buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, nixl_bytes(module, shape))
-            self._buffer.connect_ranks([rank for rank in range(shape.num_ranks) if rank != ranks.rank])
+            self.buffer.update_memory_buffers(shape.num_ranks, shape.slots_per_rank, nixl_bytes(module, shape))
+            self.buffer.connect_ranks([rank for rank in range(shape.num_ranks) if rank != ranks.rank])
         except RuntimeError as error:
             raise RankLost(f"the ranks did not meet through NIXL: {str(error).splitlines()[0][:300]}") from error
         # Nobody sends before all are connected.
         ranks.stack(torch.zeros(1))
 
     def masked(self) -> torch.Tensor | None:
-        self._buffer.query_mask_buffer(self._mask_N)
+        self.buffer.query_mask_buffer(self._mask_N)
         return self._mask_N
 
 

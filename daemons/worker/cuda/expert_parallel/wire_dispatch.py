@@ -46,6 +46,10 @@ class _ToSome(NamedTuple):
 
 
 class WireDispatch(DeviceDispatch):
+    # NCCL registers the memory of collectives that it captures, on all ranks, and has them write there: what is
+    # launched alone goes through buffers of its own.
+    mixes = False
+
     def __init__(self, wire: Wire, *, max_room: int) -> None:
         super().__init__(wire.ranks, max_room=max_room)
         self._wire = wire
@@ -88,19 +92,22 @@ class WireDispatch(DeviceDispatch):
         return lambda: self._came(gathered().flatten(0, 1), x_TD, routes, num_held, _ToAll(room))
 
     def _to_some(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
-        ranks_TA = routes.expert_ids_TA // num_held
-        rows_by_rank = [(ranks_TA == rank).any(dim=1).nonzero().flatten() for rank in range(self.size)]
+        num_rows, ranks_N = len(x_TD), torch.arange(self.size, device=x_TD.device)
+        goes_NT = (routes.expert_ids_TA // num_held == ranks_N[:, None, None]).any(dim=2)
         if not self._is_formed:
             # Others would tell how many rows come from them.
-            none = rows_by_rank[self.rank][:0]
-            rows_by_rank = [rows if rank == self.rank else none for rank, rows in enumerate(rows_by_rank)]
-        to_ranks = [len(rows) for rows in rows_by_rank]
-        told_NN = self._wire.gather(torch.tensor(to_ranks, dtype=torch.int32, device=x_TD.device))
-        from_ranks = told_NN[:, self.rank].tolist()
+            goes_NT &= (ranks_N == self.rank)[:, None]
+        # Own numbers come back with the others': the host waits for the device once a layer, and all else is launched.
+        told = self._wire.gather(goes_NT.sum(dim=1, dtype=torch.int32)).tolist()
         if self._is_formed:
             # Collectives that were aborted leave any numbers there.
             self.ranks.check()
-        packed_XW = _pack(x_TD, routes, len(x_TD))[torch.cat(rows_by_rank)]
+        to_ranks, from_ranks = told[self.rank], [of_rank[self.rank] for of_rank in told]
+        # Rows that go somewhere first, by rank: nonzero() would wait for their number.
+        order = goes_NT.flatten().logical_not().byte().sort(stable=True).indices
+        rows_X = order[: sum(to_ranks)] % max(1, num_rows)
+        rows_by_rank = torch.split(rows_X, to_ranks)
+        packed_XW = _pack(x_TD, routes, num_rows)[rows_X]
         came = self._wire.start_all_to_all(packed_XW, to_ranks, from_ranks)
         return lambda: self._came(came(), x_TD, routes, num_held, _ToSome(rows_by_rank, to_ranks, from_ranks))
 

@@ -12,7 +12,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, Dev
 from radixmesh.daemons.worker.cuda.attention.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
 from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
 from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
-from radixmesh.daemons.worker.cuda.step.row_order import RowOrder
+from radixmesh.daemons.worker.cuda.step.inputs.row_order import RowOrder
 from radixmesh.kernels.attention.prefix_groups import PrefixGroup
 
 _SHARED = "shared"

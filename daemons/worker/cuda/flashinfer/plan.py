@@ -10,7 +10,7 @@ from radixmesh.daemons.worker.cuda.attention.paged_rows import PagedRows
 from radixmesh.daemons.worker.cuda.flashinfer.kernels import create_kernel
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig, KernelKind, PlanLayout
 from radixmesh.daemons.worker.cuda.flashinfer.workspace import allocate_workspace, workspace_bytes
-from radixmesh.daemons.worker.cuda.step.pinned_ring import PinnedRing
+from radixmesh.daemons.worker.cuda.step.inputs.pinned_ring import PinnedRing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ _RUN_PAGES = 12
 _REPEATS = 3
 # A way may take so much longer than the fastest if it takes less of the interpreter's time.
 _ALIKE = 1.1
-# Where every way disturbs steps too much: requests whose steps a copy slows, for each that waits for it.
+# If every way disturbs steps too much: requests whose steps a copy slows, for each that waits for it.
 _OTHER_ROWS = 8
 # Read again and again beside copies, as decodes read weights: rows of 4096 bf16, by 16 requests.
 _ROW, _NUM_ROWS, _REQUESTS, _READS = 4096, 1 << 16, 16, 16

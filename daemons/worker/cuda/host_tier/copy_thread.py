@@ -83,5 +83,5 @@ def _run(tasks: SimpleQueue[tuple[CopyEnd, Callable[[], CudaEvent]] | None]) -> 
     while (task := tasks.get()) is not None:
         end, work = task
         end.start(work)
-        # Whoever waits for the next one keeps nothing of this one.
+        # Nothing of this one is kept while the next one is waited for.
         del task, end, work

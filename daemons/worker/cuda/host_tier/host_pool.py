@@ -71,7 +71,7 @@ class CudaHostPool(HostPool):
         self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows, page_words)
         self._words = self._memory.words.view(self.num_pages, page_words)
         self._save_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
-        self._load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        self.load_stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._save_thread, self._load_thread = CopyThread("kv-saves"), CopyThread("kv-loads")
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
@@ -162,7 +162,7 @@ class CudaHostPool(HostPool):
         holds = self._behind(behind)
         if late := _last_with(self._saves, device_pages, host_pages):
             holds.append(late.event)
-        copy = self._start(self._load_thread, self._load_stream, holds, device_pages, host_pages, to_host=False)
+        copy = self._start(self._load_thread, self.load_stream, holds, device_pages, host_pages, to_host=False)
         self._loads.append(copy)
         if self._loaded is not None:
             self._loaded(device_pages)

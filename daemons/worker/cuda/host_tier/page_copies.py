@@ -259,7 +259,7 @@ def _recorded() -> _Awaited:
 
 
 def _blocking_event() -> torch.cuda.Event:
-    """Whoever waits for it sleeps."""
+    """An event whose waiters sleep."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
+from radixmesh.daemons.worker.cuda.step.outputs.host_logits import HostLogits, KeptPrompt
+from radixmesh.daemons.worker.cuda.step.outputs.prompt_vectors import Collect, PromptVectors
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, NOTHING, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptForward, PromptSteps, no_rows
-from radixmesh.daemons.worker.cuda.step.prompt_vectors import Collect, PromptVectors
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, NOTHING, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows, Segment, SegmentOutput
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 

@@ -13,14 +13,14 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, rows_of, take_turns
-from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
+from radixmesh.daemons.worker.cuda.step.inputs.decode_buffer import DecodeBuffer
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import no_rows
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
-from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.moe.choose_slots import TokenRows
@@ -79,6 +79,8 @@ class DecodeSteps:
         self._experts, self._second = experts, second
         self._buffer = DecodeBuffer(device, max_rows=slots.dummy_slot, dummy_slot=slots.dummy_slot)
         self.graphs = StepGraphs(device, graph_rows)
+        self.may_replay = True
+        """False: the next step of ranks that share experts is launched kernel by kernel, as on all of them."""
         self._before: _Layout | None = None
 
     def capture(self, sampler: SlotSampler) -> None:
@@ -106,7 +108,10 @@ class DecodeSteps:
         num_rows, before, experts = len(rows.slots), self._before, self._experts
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
         if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
-            bucket = self.graphs.bucket(num_rows) if experts is None else self.graphs.of_size(experts.room)
+            if experts is None:
+                bucket = self.graphs.bucket(num_rows)
+            else:
+                bucket = self.graphs.of_size(experts.room) if self.may_replay else None
             is_cut = self.is_cut()
             # Halves are as long on all ranks.
             least = experts.room if experts is not None and is_cut else 1

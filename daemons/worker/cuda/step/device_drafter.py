@@ -15,7 +15,7 @@ from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLength
 from radixmesh.kernels.sampling.ngram import propose_ngrams
 
 if TYPE_CHECKING:
-    from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+    from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 
 
 class DeviceDrafter(ABC):

@@ -21,8 +21,8 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.drafting.device_network import DeviceNetwork
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
-from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.inputs.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
 from radixmesh.daemons.worker.models.model import HiddenStates

@@ -42,6 +42,11 @@ class StepGraphs:
         prepare()
         replay()
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs of all sizes and variants."""
+        return len(self._graphs)
+
     def drop(self) -> None:
         """Forgets all graphs: nothing is replayed until they are captured again."""
         self._graphs.clear()

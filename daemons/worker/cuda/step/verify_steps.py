@@ -24,12 +24,12 @@ from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, TreeMasks
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.slot_chains import ForcedDrafts, SlotChains
-from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.inputs.staging_buffer import StagingBuffer
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, Fetched, TokenRing
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import ForcedDrafts, SlotChains
+from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
-from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
@@ -123,7 +123,7 @@ class VerifySteps:
         slots.keeps_lengths = True
         max_rows = slots.dummy_slot
         self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
-        self._graphs = StepGraphs(device, graph_rows)
+        self.graphs = StepGraphs(device, graph_rows)
         # Of trees: the parents of drafts, what they are to attention, and what moves with the KV of the accepted path.
         self._has_trees = self._follower is not None and self._follower.has_trees
         self._parents_WB: torch.Tensor | None = None
@@ -154,9 +154,9 @@ class VerifySteps:
         if self._chains is not None:
             self._chains.warm_up(dtype, self._model.vocab_size, self._sampler.tokens_SL)
         for width in sorted(self._rows, reverse=True):
-            for num_rows in sorted(self._graphs.sizes, reverse=True):
+            for num_rows in sorted(self.graphs.sizes, reverse=True):
                 stage = partial(self._stage, None, num_rows, width)
-                self._graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
+                self.graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
             self._warm_up(width)
         if self._follower is not None:
             self._follower.warm_up()
@@ -164,12 +164,12 @@ class VerifySteps:
     def _warm_up(self, width: int) -> None:
         """Compiles what follows the forward, and has graphs run once: else the first step that drafts looks as if
         drafts were slow."""
-        for num_rows in self._graphs.sizes:
+        for num_rows in self.graphs.sizes:
             self._stage(None, num_rows, width)
-            self._graphs.replay(num_rows, str(width))
+            self.graphs.replay(num_rows, str(width))
             self._staging.fence(self._device.record_event())
-        num_rows = min(self._graphs.sizes, default=1)
-        if not self._graphs.sizes:
+        num_rows = min(self.graphs.sizes, default=1)
+        if not self.graphs.sizes:
             self._stage(None, num_rows, width)
             self._forward(num_rows, width)
         rows = self._rows[width].of(num_rows)
@@ -189,13 +189,13 @@ class VerifySteps:
         """Launches the decodes of a step; pages, last tokens and lengths that are new come with it. is_alone: the step
         has no chunks."""
         num_rows = len(rows.slots)
-        bucket = self._graphs.bucket(num_rows)
+        bucket = self.graphs.bucket(num_rows)
         lengths = self._lengths
         width = self._num_positions if lengths is None else 1 + lengths.choose(rows.slots, is_alone=is_alone)
         if self._follower is not None:
             self._follower.launching(rows.slots, has_drafts=width > 1)
         self._stage(rows, bucket or num_rows, width)
-        logits_TV = self._forward(num_rows, width) if bucket is None else self._graphs.replay(bucket, str(width))
+        logits_TV = self._forward(num_rows, width) if bucket is None else self.graphs.replay(bucket, str(width))
         padded = bucket or num_rows
         drafted = self._rows[width].of(padded)
         has_trees = self._has_trees and width > 1

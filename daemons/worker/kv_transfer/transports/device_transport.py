@@ -135,12 +135,12 @@ class DeviceTransport(SharedMemoryTransport):
     ) -> None:
         super().__init__(tls, before_last_word=before_last_word)
         self._staging_bytes = staging_bytes
-        self._slab: SharedSlab | None = None
+        self.device_slab: SharedSlab | None = None
         self._mappings: Mappings | None = None
 
     def use_device(self, device: KvDevice) -> None:
         try:
-            self._slab = SharedSlab(device, self._staging_bytes)
+            self.device_slab = SharedSlab(device, self._staging_bytes)
         except MeshError as error:
             log.warning("kv_goes_through_the_host", error=str(error))
             return
@@ -153,9 +153,9 @@ class DeviceTransport(SharedMemoryTransport):
             self._mappings.close()
 
     def new_memory(self, num_bytes: int) -> RegionMemory:
-        if self._slab is not None and self.has_files:
+        if self.device_slab is not None and self.has_files:
             with suppress(MemoryError):
-                return self.held(DeviceRegion(num_bytes, self._slab))
+                return self.held(DeviceRegion(num_bytes, self.device_slab))
         return super().new_memory(num_bytes)
 
     def may_place(self, region: worker_pb2.TransferRegion) -> bool:
@@ -212,7 +212,7 @@ async def _writing(
 
 class DeviceWriter(KvWriter):
     def __init__(self, words: GrpcWriter, device: KvDevice, target: DevicePiece) -> None:
-        self._words, self._device, self._target = words, device, target
+        self.words, self._device, self._target = words, device, target
         self.is_left_running = False
 
     def left_running(self) -> None:
@@ -222,7 +222,7 @@ class DeviceWriter(KvWriter):
         return self._target.part(offset, num_bytes)
 
     async def placed(self, num_bytes: int) -> None:
-        await self._words.wrote(num_bytes)
+        await self.words.wrote(num_bytes)
 
     async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
         assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
@@ -230,11 +230,11 @@ class DeviceWriter(KvWriter):
             piece = data[start : start + _COPY_BYTES].tobytes()
             address = self._target.part(offset + start, len(piece)).address
             await to_the_end(asyncio.to_thread(self._device.write, address, piece))
-            await self._words.wrote(len(piece))
+            await self.words.wrote(len(piece))
 
     async def done(self, checksum: int) -> None:
         # The host has not seen the bytes.
-        await self._words.done(0)
+        await self.words.done(0)
 
 
 class Mapping:
@@ -250,7 +250,7 @@ class Mappings:
 
     def __init__(self, device: KvDevice) -> None:
         self.device = device
-        self._mapped: dict[bytes, Mapping] = {}
+        self.mapped: dict[bytes, Mapping] = {}
         self._refused: dict[bytes, float] = {}
         """Handles that could not be opened, and when."""
         self._lock = asyncio.Lock()
@@ -260,7 +260,7 @@ class Mappings:
         """Of the region's slab, with one more user; None: there is no way to it."""
         handle, owner = region.device.handle, region.device.owner
         async with self._lock:
-            mapping = self._mapped.get(handle)
+            mapping = self.mapped.get(handle)
             if mapping is None:
                 if time.monotonic() - self._refused.get(handle, -_REFUSED_S) < _REFUSED_S:
                     return None
@@ -286,7 +286,7 @@ class Mappings:
             self._refused[handle] = now
             return None
         log.info("kv_memory_mapped", owner=owner.pid, bytes=memory.num_bytes)
-        mapping = self._mapped[handle] = Mapping(memory, HostProcess(owner.host, owner.pid, owner.started))
+        mapping = self.mapped[handle] = Mapping(memory, HostProcess(owner.host, owner.pid, owner.started))
         return mapping
 
     def close(self) -> None:
@@ -295,10 +295,10 @@ class Mappings:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        while self._mapped:
+        while self.mapped:
             await asyncio.sleep(_WATCH_S)
             async with self._lock:
-                for handle, mapping in tuple(self._mapped.items()):
+                for handle, mapping in tuple(self.mapped.items()):
                     if not mapping.num_users and mapping.owner.is_gone():
-                        del self._mapped[handle]
+                        del self.mapped[handle]
                         await asyncio.to_thread(self.device.close, mapping.memory.address)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from radixmesh.common.v1 import common_pb2 as radixmesh_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&radixmesh/tokenizer/v1/tokenizer.proto\x12\x16radixmesh.tokenizer.v1\x1a radixmesh/common/v1/common.proto\"f\n\rEncodeRequest\x12\x31\n\x05items\x18\x01 \x03(\x0b\x32\".radixmesh.tokenizer.v1.EncodeItem\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"\x90\x01\n\nEncodeItem\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x02 \x01(\x0b\x32!.radixmesh.tokenizer.v1.ChatInputH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xf0\x01\n\tChatInput\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x1a\n\x12template_args_json\x18\x05 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"c\n\x0e\x45ncodeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.EncodedItem\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\"W\n\x0b\x45ncodedItem\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x10\n\x08rendered\x18\x02 \x01(\t\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error\"f\n\rDecodeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x03 \x01(\tB\x16\n\x14_skip_special_tokens\"\x1f\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"j\n\x15\x43ompileGrammarRequest\x12-\n\x07grammar\x18\x01 \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"P\n\x16\x43ompileGrammarResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08\x61rtefact\x18\x02 \x01(\x0c\x12\x16\n\x0egrammar_format\x18\x03 \x01(\t\"\x16\n\x14GetVocabularyRequest\"\xb6\x01\n\x15GetVocabularyResponse\x12\x31\n\x05model\x18\x01 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x13\n\x0bspecial_ids\x18\x02 \x01(\x0c\x12\x19\n\x11has_chat_template\x18\x03 \x01(\x08\x12\x0e\n\x06tokens\x18\x04 \x03(\t\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\x15\n\rchat_template\x18\x06 \x01(\t2\xa3\x03\n\x10TokenizerService\x12W\n\x06\x45ncode\x12%.radixmesh.tokenizer.v1.EncodeRequest\x1a&.radixmesh.tokenizer.v1.EncodeResponse\x12W\n\x06\x44\x65\x63ode\x12%.radixmesh.tokenizer.v1.DecodeRequest\x1a&.radixmesh.tokenizer.v1.DecodeResponse\x12o\n\x0e\x43ompileGrammar\x12-.radixmesh.tokenizer.v1.CompileGrammarRequest\x1a..radixmesh.tokenizer.v1.CompileGrammarResponse\x12l\n\rGetVocabulary\x12,.radixmesh.tokenizer.v1.GetVocabularyRequest\x1a-.radixmesh.tokenizer.v1.GetVocabularyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&radixmesh/tokenizer/v1/tokenizer.proto\x12\x16radixmesh.tokenizer.v1\x1a radixmesh/common/v1/common.proto\"f\n\rEncodeRequest\x12\x31\n\x05items\x18\x01 \x03(\x0b\x32\".radixmesh.tokenizer.v1.EncodeItem\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"s\n\x11\x45ncodeEachRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x36\n\x07request\x18\x02 \x01(\x0b\x32%.radixmesh.tokenizer.v1.EncodeRequest\x12\x15\n\rtrace_context\x18\x03 \x01(\t\"\x99\x01\n\x12\x45ncodeEachResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12:\n\x08response\x18\x02 \x01(\x0b\x32&.radixmesh.tokenizer.v1.EncodeResponseH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.ErrorH\x00\x42\t\n\x07outcome\"\x90\x01\n\nEncodeItem\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x02 \x01(\x0b\x32!.radixmesh.tokenizer.v1.ChatInputH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xf0\x01\n\tChatInput\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x1a\n\x12template_args_json\x18\x05 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"c\n\x0e\x45ncodeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.EncodedItem\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\"W\n\x0b\x45ncodedItem\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x10\n\x08rendered\x18\x02 \x01(\t\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error\"f\n\rDecodeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x03 \x01(\tB\x16\n\x14_skip_special_tokens\"\x1f\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"j\n\x15\x43ompileGrammarRequest\x12-\n\x07grammar\x18\x01 \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"P\n\x16\x43ompileGrammarResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08\x61rtefact\x18\x02 \x01(\x0c\x12\x16\n\x0egrammar_format\x18\x03 \x01(\t\"\x16\n\x14GetVocabularyRequest\"\xb6\x01\n\x15GetVocabularyResponse\x12\x31\n\x05model\x18\x01 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x13\n\x0bspecial_ids\x18\x02 \x01(\x0c\x12\x19\n\x11has_chat_template\x18\x03 \x01(\x08\x12\x0e\n\x06tokens\x18\x04 \x03(\t\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\x15\n\rchat_template\x18\x06 \x01(\t2\x8c\x04\n\x10TokenizerService\x12W\n\x06\x45ncode\x12%.radixmesh.tokenizer.v1.EncodeRequest\x1a&.radixmesh.tokenizer.v1.EncodeResponse\x12g\n\nEncodeEach\x12).radixmesh.tokenizer.v1.EncodeEachRequest\x1a*.radixmesh.tokenizer.v1.EncodeEachResponse(\x01\x30\x01\x12W\n\x06\x44\x65\x63ode\x12%.radixmesh.tokenizer.v1.DecodeRequest\x1a&.radixmesh.tokenizer.v1.DecodeResponse\x12o\n\x0e\x43ompileGrammar\x12-.radixmesh.tokenizer.v1.CompileGrammarRequest\x1a..radixmesh.tokenizer.v1.CompileGrammarResponse\x12l\n\rGetVocabulary\x12,.radixmesh.tokenizer.v1.GetVocabularyRequest\x1a-.radixmesh.tokenizer.v1.GetVocabularyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,28 +34,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENCODEREQUEST']._serialized_start=100
   _globals['_ENCODEREQUEST']._serialized_end=202
-  _globals['_ENCODEITEM']._serialized_start=205
-  _globals['_ENCODEITEM']._serialized_end=349
-  _globals['_CHATINPUT']._serialized_start=352
-  _globals['_CHATINPUT']._serialized_end=592
-  _globals['_CHATMESSAGE']._serialized_start=594
-  _globals['_CHATMESSAGE']._serialized_end=658
-  _globals['_ENCODERESPONSE']._serialized_start=660
-  _globals['_ENCODERESPONSE']._serialized_end=759
-  _globals['_ENCODEDITEM']._serialized_start=761
-  _globals['_ENCODEDITEM']._serialized_end=848
-  _globals['_DECODEREQUEST']._serialized_start=850
-  _globals['_DECODEREQUEST']._serialized_end=952
-  _globals['_DECODERESPONSE']._serialized_start=954
-  _globals['_DECODERESPONSE']._serialized_end=985
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=987
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=1093
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=1095
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=1175
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=1177
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=1199
-  _globals['_GETVOCABULARYRESPONSE']._serialized_start=1202
-  _globals['_GETVOCABULARYRESPONSE']._serialized_end=1384
-  _globals['_TOKENIZERSERVICE']._serialized_start=1387
-  _globals['_TOKENIZERSERVICE']._serialized_end=1806
+  _globals['_ENCODEEACHREQUEST']._serialized_start=204
+  _globals['_ENCODEEACHREQUEST']._serialized_end=319
+  _globals['_ENCODEEACHRESPONSE']._serialized_start=322
+  _globals['_ENCODEEACHRESPONSE']._serialized_end=475
+  _globals['_ENCODEITEM']._serialized_start=478
+  _globals['_ENCODEITEM']._serialized_end=622
+  _globals['_CHATINPUT']._serialized_start=625
+  _globals['_CHATINPUT']._serialized_end=865
+  _globals['_CHATMESSAGE']._serialized_start=867
+  _globals['_CHATMESSAGE']._serialized_end=931
+  _globals['_ENCODERESPONSE']._serialized_start=933
+  _globals['_ENCODERESPONSE']._serialized_end=1032
+  _globals['_ENCODEDITEM']._serialized_start=1034
+  _globals['_ENCODEDITEM']._serialized_end=1121
+  _globals['_DECODEREQUEST']._serialized_start=1123
+  _globals['_DECODEREQUEST']._serialized_end=1225
+  _globals['_DECODERESPONSE']._serialized_start=1227
+  _globals['_DECODERESPONSE']._serialized_end=1258
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=1260
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=1366
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=1368
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=1448
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=1450
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=1472
+  _globals['_GETVOCABULARYRESPONSE']._serialized_start=1475
+  _globals['_GETVOCABULARYRESPONSE']._serialized_end=1657
+  _globals['_TOKENIZERSERVICE']._serialized_start=1660
+  _globals['_TOKENIZERSERVICE']._serialized_end=2184
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,26 @@ class EncodeRequest(_message.Message):
     tenant: str
     def __init__(self, items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., max_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
+class EncodeEachRequest(_message.Message):
+    __slots__ = ("call_id", "request", "trace_context")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    request: EncodeRequest
+    trace_context: str
+    def __init__(self, call_id: _Optional[int] = ..., request: _Optional[_Union[EncodeRequest, _Mapping]] = ..., trace_context: _Optional[str] = ...) -> None: ...
+
+class EncodeEachResponse(_message.Message):
+    __slots__ = ("call_id", "response", "error")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    response: EncodeResponse
+    error: _common_pb2.Error
+    def __init__(self, call_id: _Optional[int] = ..., response: _Optional[_Union[EncodeResponse, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
 class EncodeItem(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]

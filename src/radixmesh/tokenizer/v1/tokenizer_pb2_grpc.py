@@ -40,6 +40,11 @@ class TokenizerServiceStub(object):
                 request_serializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.EncodeEach = channel.stream_stream(
+                '/radixmesh.tokenizer.v1.TokenizerService/EncodeEach',
+                request_serializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachResponse.FromString,
+                _registered_method=True)
         self.Decode = channel.unary_unary(
                 '/radixmesh.tokenizer.v1.TokenizerService/Decode',
                 request_serializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.DecodeRequest.SerializeToString,
@@ -63,6 +68,14 @@ class TokenizerServiceServicer(object):
 
     def Encode(self, request, context):
         """Encode encodes a batch; an item that fails answers with its own Error, and the others stand.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EncodeEach(self, request_iterator, context):
+        """EncodeEach encodes short batches over one stream, each answered as soon as it is done: opening a call costs more than a short text. At most 64
+        are unanswered at a time: the tokenizer reads no further until it has answered one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +109,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeRequest.FromString,
                     response_serializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeResponse.SerializeToString,
+            ),
+            'EncodeEach': grpc.stream_stream_rpc_method_handler(
+                    servicer.EncodeEach,
+                    request_deserializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachRequest.FromString,
+                    response_serializer=radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachResponse.SerializeToString,
             ),
             'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
@@ -141,6 +159,33 @@ class TokenizerService(object):
             '/radixmesh.tokenizer.v1.TokenizerService/Encode',
             radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
             radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeEach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/radixmesh.tokenizer.v1.TokenizerService/EncodeEach',
+            radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachRequest.SerializeToString,
+            radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2.EncodeEachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class TokenizerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TokenizerServiceAsyncStub: ...
     Encode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]
     """Encode encodes a batch; an item that fails answers with its own Error, and the others stand."""
+    EncodeEach: _grpc.StreamStreamMultiCallable[_tokenizer_pb2.EncodeEachRequest, _tokenizer_pb2.EncodeEachResponse]
+    """EncodeEach encodes short batches over one stream, each answered as soon as it is done: opening a call costs more than a short text. At most 64
+    are unanswered at a time: the tokenizer reads no further until it has answered one.
+    """
     Decode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]
     """Decode decodes a batch of finished id lists at once (streams go to the detokenizer)."""
     CompileGrammar: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.CompileGrammarRequest, _tokenizer_pb2.CompileGrammarResponse]
@@ -49,6 +53,10 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Encode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]  # type: ignore[assignment]
     """Encode encodes a batch; an item that fails answers with its own Error, and the others stand."""
+    EncodeEach: _aio.StreamStreamMultiCallable[_tokenizer_pb2.EncodeEachRequest, _tokenizer_pb2.EncodeEachResponse]  # type: ignore[assignment]
+    """EncodeEach encodes short batches over one stream, each answered as soon as it is done: opening a call costs more than a short text. At most 64
+    are unanswered at a time: the tokenizer reads no further until it has answered one.
+    """
     Decode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]  # type: ignore[assignment]
     """Decode decodes a batch of finished id lists at once (streams go to the detokenizer)."""
     CompileGrammar: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.CompileGrammarRequest, _tokenizer_pb2.CompileGrammarResponse]  # type: ignore[assignment]
@@ -66,6 +74,16 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.EncodeResponse, _abc.Awaitable[_tokenizer_pb2.EncodeResponse]]:
         """Encode encodes a batch; an item that fails answers with its own Error, and the others stand."""
+
+    @_abc_1.abstractmethod
+    def EncodeEach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_tokenizer_pb2.EncodeEachRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.EncodeEachResponse], _abc.AsyncIterator[_tokenizer_pb2.EncodeEachResponse]]:
+        """EncodeEach encodes short batches over one stream, each answered as soon as it is done: opening a call costs more than a short text. At most 64
+        are unanswered at a time: the tokenizer reads no further until it has answered one.
+        """
 
     @_abc_1.abstractmethod
     def Decode(

@@ -17,8 +17,8 @@ from radixmesh.daemons.runtime.steps.step import (
     StepResult,
     TokenLogprobs,
 )
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
-from radixmesh.daemons.worker.plans.guided_rows import late_indexes
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.rows.guided_rows import late_indexes
 from radixmesh.daemons.worker.runner import StepOutput
 
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch
+from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
 from radixmesh.daemons.worker.runner import StepOutput
 
 _NEVER = np.int32(2**31 - 1)

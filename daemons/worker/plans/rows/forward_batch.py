@@ -9,7 +9,7 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import StepPlan, Task
-from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput, Segment
 
 

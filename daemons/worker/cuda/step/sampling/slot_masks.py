@@ -24,7 +24,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import MaskWords
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.guided.mask_memory import MaskMemory, MaskSink
+from radixmesh.daemons.worker.guided.mask_memory import MaskSink, SharedMaskMemory
 from radixmesh.kernels.sampling.masks import (
     NO_LENGTH,
     NO_MASK,
@@ -40,25 +40,36 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 _MAX_GAP = 16  # Rows: a copy's launch takes as long as copying a quarter of a megabyte.
 
 
-class SlotMasks(MaskMemory):
+class SlotMasks(SharedMaskMemory):
     """A row of memory for each slot, and as many for outputs that have left while a thread was at their mask.
 
     Rows of the host's memory are copied to the same rows of the device's: reading megabytes of masks across the bus
     would take a part of every step.
+
+    num_processes: fill the masks, each those of every so many slots, in rows of its own that lie together; 0: threads
+    of this process fill them.
     """
 
-    def __init__(self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int, num_processes: int = 0
+    ) -> None:
         where = device.torch_device
-        self._device = device
-        num_masks = 2 * num_slots
-        self._words_MW = device.locked_ints(num_masks, -(-vocab_size // 32), field="num_slots")
+        self._device, self._num_parts = device, max(1, num_processes)
+        rows_a_part = 2 * -(-num_slots // self._num_parts)
+        num_masks, num_words = self._num_parts * rows_a_part, -(-vocab_size // 32)
+        self.descriptor = -1
+        if num_processes:
+            self._words_MW, self.descriptor = device.shared_ints(num_masks, num_words, field="num_slots")
+        else:
+            self._words_MW = device.locked_ints(num_masks, num_words, field="num_slots")
         self.words: MaskWords = self._words_MW.numpy()
         self._host = HostMasks(
             words_MW=torch.zeros_like(self._words_MW, device=where),
             positions_M=device.host_ints(num_masks),
         )
-        self._positions: IntArray = self._host.positions_M.numpy()
-        self._free = list(range(num_masks - 1, -1, -1))
+        self.positions: IntArray = self._host.positions_M.numpy()
+        self.rows_a_part = rows_a_part
+        self._free = [list(range(first + rows_a_part - 1, first - 1, -1)) for first in range(0, num_masks, rows_a_part)]
         self._lock = threading.Lock()
         self._state = GuidedSlots(
             masks=torch.full((num_slots + 1,), NO_MASK, dtype=torch.int32, device=where),
@@ -74,11 +85,12 @@ class SlotMasks(MaskMemory):
     def sink(self, admit: Admit) -> MaskSink:
         """For an output that is about to be admitted. Raises OVERLOADED where threads hold all memory."""
         with self._lock:
-            if not self._free:
+            free = self._free[admit.slot % self._num_parts]
+            if not free:
                 message = "too many grammars of outputs that are gone are still being followed: retry"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
-            row = self._free.pop()
-        self._positions[row] = 0
+            row = free.pop()
+        self.positions[row] = 0
         self._admitting[admit.slot] = row
         return _Row(self, row)
 
@@ -143,13 +155,13 @@ class SlotMasks(MaskMemory):
             self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def publish(self, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray) -> None:
         self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
-        self._positions[rows] = positions
+        self.positions[rows] = positions
 
     def release(self, row: int) -> None:
         with self._lock:
-            self._free.append(row)
+            self._free[row // self.rows_a_part].append(row)
 
 
 class _Row(MaskSink):
@@ -165,7 +177,7 @@ class _Row(MaskSink):
         self._masks.release(self.row)
 
 
-def _runs_of(rows: Sequence[int]) -> list[tuple[int, int]]:
+def _runs_of(rows: Sequence[int] | IntArray) -> list[tuple[int, int]]:
     """Ranges that hold all of the rows, each from its first to behind its last one. Rows between two that are near are
     copied along: those of others are copied once more, behind this, when their own masks are there."""
     ordered = np.sort(np.asarray(rows))

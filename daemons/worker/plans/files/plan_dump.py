@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.plans.private_folder import PrivateFolder
+from radixmesh.daemons.worker.plans.files.private_folder import PrivateFolder
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)

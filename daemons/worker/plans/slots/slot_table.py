@@ -125,8 +125,9 @@ class SlotTable:
         self.batch_from_len[slot] = min(suppressed_len, 2**31 - 1) if can_batch else 2**31 - 1
         self.tokens[slot, :prompt_len] = admit.prompt_ids
         self.tokens[slot, prompt_len:total_len] = admit.output_ids
-        self.num_pages[slot] = 0
-        self.append_pages(np.array([slot]), np.array([len(admit.cached_pages)]), admit.cached_pages)
+        num_pages = self.num_pages[slot] = len(admit.cached_pages)
+        self.page_tables[slot, :num_pages] = admit.cached_pages
+        self.page_users[admit.cached_pages] += 1
         self._occupants[slot] = Occupant(
             request_id=admit.request_id,
             index=admit.index,

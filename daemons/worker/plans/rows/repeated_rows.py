@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch
+from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
 from radixmesh.daemons.worker.runner import DecodeRows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, SlotError
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 
 
 class SlotBlobs:

@@ -18,9 +18,9 @@ from dataclasses import replace
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.runner import Segment, StepOutput
 
 _NEVER = np.int32(2**31 - 1)

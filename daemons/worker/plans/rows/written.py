@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
-from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch
+from radixmesh.daemons.worker.plans.slots.slot_table import BoolArray, SlotTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
+from radixmesh.daemons.worker.cuda.step.inputs.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 

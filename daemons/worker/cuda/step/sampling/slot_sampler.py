@@ -11,9 +11,9 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.cuda.step.slot_chains import SlotChains
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
-from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import SlotChains
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.kernels.sampling.grow_trees import Candidates, RankScratch, rank_drafts
 from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs

@@ -19,13 +19,13 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.worker.host_memory.host_pool import HostPool
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.plans.host_records import HostRecords
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 if TYPE_CHECKING:
-    from radixmesh.daemons.worker.plans.store_tier import StoreTier
+    from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 
 _log = get_logger(__name__)
 

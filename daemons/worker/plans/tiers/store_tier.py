@@ -32,7 +32,7 @@ from radixmesh.daemons.worker.host_memory.host_pool import HostPool
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
-from radixmesh.daemons.worker.plans.host_records import HostRecords
+from radixmesh.daemons.worker.plans.tiers.host_records import HostRecords
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
@@ -110,7 +110,7 @@ class StoreTier:
         self._changed = threading.Condition()
         self._waiting: deque[_Saved] = deque()
         self._num_waiting = self._num_fetching = 0
-        self._is_closed = False
+        self.is_closed = False
         self._metrics = metrics
         self._exported: dict[tuple[str, str], int] = {}
         self._exporting = threading.Lock()
@@ -197,7 +197,7 @@ class StoreTier:
     def close(self) -> None:
         """Nothing is stored any more. What waits is lost: it is a cache."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify()
         # First: calls that the thread still has before it then fail at once, however long a server takes for each.
         self.store.close()
@@ -290,9 +290,9 @@ class StoreTier:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._is_closed:
+                while not self._waiting and not self.is_closed:
                     self._changed.wait()
-                if self._is_closed:
+                if self.is_closed:
                     return
                 job = self._waiting.popleft()
                 self._num_waiting -= len(job.pages)

@@ -18,7 +18,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep, HostStep
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 
 # Parts begin at multiples of so many integers: kernels are compiled anew for pointers that are aligned differently.

@@ -1,0 +1,66 @@
+"""Links of one runner to other ranks: the group that holds its model, and those that share its experts.
+
+While a link is down nothing is launched, and what was launched is not believed: kernels that were told to leave have
+computed with parts of this rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+
+# Flags that decide to how many rows a step is padded.
+_STEP_FLAGS = (
+    "--num-slots, --max-tokens-per-step, --max-total-len, --page-size, --dtype, --deterministic, --no-cuda-graphs, "
+    "--tp-collectives, --ep-transport and --two-batch-min-rows"
+)
+
+
+class RankLinks:
+    """group: the ranks that hold the model together with this one. experts: carries rows to those that share its
+    experts. Either may be None."""
+
+    def __init__(self, group: DeviceGroup | None, experts: DeviceDispatch | None) -> None:
+        self.group, self.experts = group, experts
+        self._links = [link for link in (group, experts) if link is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    @property
+    def is_captured_anew(self) -> bool:
+        """True if graphs hold connections: each generation of the group needs graphs of its own."""
+        return any(link.is_captured_anew for link in self._links)
+
+    def agree(self, *sizes: object) -> None:
+        """Raises CollectiveAborted unless `sizes`, by which steps are padded and captured, are equal on all ranks."""
+        for link in self._links:
+            agree_on_steps(link.ranks, (*sizes, link.kind), _STEP_FLAGS)
+
+    def form(self) -> None:
+        """Connects anew. No graph is left that holds the generation before. Raises as `DeviceGroup.form`."""
+        for link in self._links:
+            link.leave()
+            link.form()
+
+    def check(self) -> None:
+        """Raises CollectiveAborted or RankLost unless all ranks are there."""
+        for link in self._links:
+            link.check()
+
+    def launched(self, device: Device) -> Callable[[], None]:
+        """A check for when the step that was launched just now is over. Raises CollectiveAborted or RankLost unless
+        all ranks computed it."""
+        check_experts = None if self.experts is None else self.experts.launched(device)
+
+        def check() -> None:
+            if self.group is not None:
+                self.group.check()
+            if check_experts is not None:
+                check_experts()
+
+        return check

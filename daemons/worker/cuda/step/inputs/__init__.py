@@ -1,0 +1,1 @@
+"""Inputs of a step, packed on the host for one copy to the device."""

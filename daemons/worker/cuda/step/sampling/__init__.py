@@ -1,0 +1,1 @@
+"""Sampling of a step, with options, masks and chains kept by slot."""

@@ -1,0 +1,265 @@
+"""Outputs on their way through their grammars in processes beside the worker, whose interpreters share no lock with it.
+
+    launched(step)   step follower: tokens known ---> TOKENS ---> a process: matchers go on, masks into shared memory
+                     I/O thread: copies the masks to the device, then their positions <--- PUBLISHED
+
+The rows of the masks' memory are divided among the processes (`mask_part.py`), each has those of every so many slots.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import invalid_grammar
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guides import Guides
+from radixmesh.daemons.worker.guided.mask_filler import hand_over_quickly
+from radixmesh.daemons.worker.guided.mask_memory import MaskSink, SharedMaskMemory
+from radixmesh.daemons.worker.guided.mask_part import MaskPart, OutputRows, PartState, Shared
+from radixmesh.daemons.worker.guided.step_follower import StepFollower, StepRows
+
+log = get_logger(__name__)
+
+_CHECK_S = 1.0
+
+
+class ProcessGuides(Guides):
+    """folder, backend: of the vocabulary and the library. `attach` comes before the first output."""
+
+    def __init__(self, num_processes: int, folder: Path, backend: str) -> None:
+        super().__init__()
+        self._follower = StepFollower()
+        self._wakes, self._wake = socket.socketpair()
+        for end in (self._wakes, self._wake):
+            end.setblocking(False)
+        self._shared = Shared(self._wake_up)
+        self._row_of_slot: IntArray = np.zeros(0, np.int32)
+        self._slot_of_row: dict[int, int] = {}
+        self._slow_slots: set[int] = set()
+        self._parts = [MaskPart(self._shared, number, folder, backend) for number in range(num_processes)]
+        for part in self._parts:
+            part.start()
+
+    def attach(self, memory: SharedMaskMemory, *, num_slots: int, max_total_len: int) -> None:
+        """memory: of all masks, with a part for each process. max_total_len: of an output with its prompt, tokens."""
+        assert len(memory.words) == memory.rows_a_part * len(self._parts), (len(memory.words), memory.rows_a_part)
+        self._row_of_slot = np.full(num_slots, -1, np.int32)
+        self._shared.rows = OutputRows(len(memory.words), max_total_len)
+        self._shared.memory = self._memory = memory
+        hand_over_quickly()
+        # Not joined at exit: a wedged device must not keep the process alive.
+        threading.Thread(target=self._serve, name="masks-io", daemon=True).start()
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Waits at most so long until all processes are there, or keep ending; True if they are there."""
+        settled = (PartState.LIVE, PartState.RESTING)
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: all(part.state in settled for part in self._parts), seconds)
+        return all(part.state is PartState.LIVE for part in self._parts)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of the processes that are there."""
+        return [part.link.pid for part in self._parts if part.link is not None]
+
+    def __len__(self) -> int:
+        return len(self._slot_of_row)
+
+    def admitted(self, admit: Admit, blob: bytes, store: GrammarStore, sink: MaskSink | None) -> None:
+        assert sink is not None, "its masks are in the memory that the processes share"
+        self._row_of_slot[admit.slot] = sink.row
+        self._slot_of_row[sink.row] = admit.slot
+        position = len(admit.prompt_ids) + len(admit.output_ids)
+        self._part_of(sink.row).admit(sink, admit.grammar_hash, blob, position, admit.output_ids)
+
+    def is_late(self, slot: int) -> bool:
+        row = int(self._row_of_slot[slot])
+        return row >= 0 and (row in self._shared.rows.errors or not self._shared.rows.is_ready(row))
+
+    def released(self, slot: int) -> None:
+        row = int(self._row_of_slot[slot])
+        if row < 0:
+            return
+        self._row_of_slot[slot] = -1
+        self._slow_slots.discard(slot)
+        del self._slot_of_row[row]
+        self._part_of(row).close(row)
+
+    def clear(self) -> None:
+        for slot in np.flatnonzero(self._row_of_slot >= 0).tolist():
+            self.released(slot)
+
+    @property
+    def has_errors(self) -> bool:
+        return bool(self._slot_of_row) and bool(self._shared.rows.errors)
+
+    def errors(self) -> Iterator[tuple[int, MeshError]]:
+        if self.has_errors:
+            for row, error in list(self._shared.rows.errors.items()):
+                slot = self._slot_of_row.get(row)
+                if slot is not None:
+                    yield slot, error
+
+    def follow(self, tokens: Iterable[tuple[int, Sequence[int]]]) -> None:
+        if not self._slot_of_row:
+            return
+        moves = [(int(self._row_of_slot[slot]), of_slot) for slot, of_slot in tokens]
+        while moves := [(row, of_slot) for row, of_slot in moves if row >= 0 and len(of_slot)]:
+            rows = np.array([row for row, _ in moves], np.int32)
+            self.move(rows, self._shared.rows.serials[rows], np.array([of_slot[0] for _, of_slot in moves], np.int32))
+            moves = [(row, of_slot[1:]) for row, of_slot in moves]
+
+    def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
+        rows = self._row_of_slot[slots]
+        return self._follower.launched(_Rows(self, rows, self._shared.rows.serials[rows]), tokens)
+
+    def wait(self, slots: Iterable[int], seconds: float | None) -> None:
+        awaited = [slot for slot in slots if self.is_late(slot) and not (seconds and slot in self._slow_slots)]
+        if not awaited:
+            return
+
+        def is_there() -> bool:
+            return not any(self.is_late(slot) and not self._has_failed(slot) for slot in awaited)
+
+        with self._shared.changed:
+            if seconds is None:
+                while not self._shared.changed.wait_for(is_there, 60.0):
+                    pass
+            elif not self._shared.changed.wait_for(is_there, seconds):
+                # Once is enough: nobody waits for these outputs again.
+                self._slow_slots.update(slot for slot in awaited if self.is_late(slot))
+
+    def close(self) -> None:
+        self._shared.is_closed = True
+        self._wake_up()
+        for part in self._parts:
+            part.end()
+
+    def move(self, rows: IntArray, serials: IntArray, tokens: IntArray) -> None:
+        """Outputs that had these rows, which differ, go on by a token each. Any thread."""
+        of_part = rows // self._shared.rows_a_part
+        for part in self._parts:
+            mine = np.flatnonzero(of_part == part.number)
+            if len(mine):
+                part.follow(rows[mine], serials[mine], tokens[mine])
+
+    def fail(self, rows: IntArray, serials: IntArray, error: Exception) -> None:
+        """Outputs that had these rows end."""
+        found = error if isinstance(error, MeshError) else _cannot_follow(error)
+        for row, serial in zip(rows.tolist(), serials.tolist(), strict=True):
+            if row >= 0:
+                self._part_of(row).fail(row, serial, found)
+
+    def _has_failed(self, slot: int) -> bool:
+        return int(self._row_of_slot[slot]) in self._shared.rows.errors
+
+    def _part_of(self, row: int) -> MaskPart:
+        return self._parts[row // self._shared.rows_a_part]
+
+    def _wake_up(self) -> None:
+        with suppress(BlockingIOError):  # It is awake, or about to be.
+            self._wake.send(b"\0")
+
+    def _serve(self) -> None:
+        """Reads what the processes report, sends what they did not take at once, and looks after them."""
+        checked_s = 0.0
+        while not self._shared.is_closed:
+            try:
+                published: list[IntArray] = []
+                parts = self._wait_for_reports()
+                since_s = time.perf_counter()
+                for part in parts:
+                    try:
+                        part.take(published)
+                    except Exception:
+                        log.exception("mask_reports_failed", part=part.number)
+                        part.ended("its reports cannot be read")
+                if published:
+                    self._publish(np.concatenate(published, axis=1))
+                    _log_times(parts, since_s)
+                # Behind the reports of a process that has ended: rows that it had may be another output's then.
+                for part in self._parts:
+                    part.replace()
+                if time.monotonic() - checked_s > _CHECK_S:
+                    checked_s = time.monotonic()
+                    for part in self._parts:
+                        part.check(checked_s)
+            except Exception:
+                log.exception("masks_failed")
+                time.sleep(_CHECK_S)
+
+    def _wait_for_reports(self) -> Sequence[MaskPart]:
+        poll, parts = select.poll(), {}
+        poll.register(self._wakes.fileno(), select.POLLIN)
+        for part in self._parts:
+            link = part.link
+            if link is None or part.state not in (PartState.STARTING, PartState.LIVE):
+                continue
+            number = link.socket.fileno()
+            if number >= 0:
+                poll.register(number, select.POLLIN | (select.POLLOUT if link.num_kept_bytes else 0))
+                parts[number] = part
+        ready = [number for number, _ in poll.poll(_CHECK_S * 1e3)]
+        if self._wakes.fileno() in ready:
+            with suppress(BlockingIOError):
+                self._wakes.recv(4096)
+        return [parts[number] for number in ready if number in parts]
+
+    def _publish(self, published: IntArray) -> None:
+        """published: rows, serials and positions, int32 [3, outputs]."""
+        state = self._shared.rows
+        rows, serials, positions = published
+        mine = (state.serials[rows] == serials) & state.is_open[rows]
+        if not mine.all():
+            rows, positions = rows[mine], positions[mine]
+        if not len(rows):
+            return
+        try:
+            self._memory.publish(rows, positions)
+        except RuntimeError as error:
+            # The device failed: whoever collects the step says so.
+            log.warning("masks_not_sent", error=str(error))
+            return
+        with self._shared.changed:
+            state.published[rows] = positions
+            self._shared.changed.notify_all()
+
+
+class _Rows(StepRows):
+    """rows: of the memory, of a step's first rows, -1 of those that follow no grammar; and their serials."""
+
+    def __init__(self, guides: ProcessGuides, rows: IntArray, serials: IntArray) -> None:
+        self._guides, self._rows, self._serials = guides, rows, serials
+
+    def follow(self, tokens: IntArray) -> None:
+        ids = np.asarray(tokens[: len(self._rows)], np.int32)
+        mine = np.flatnonzero((self._rows | ids) >= 0)
+        if len(mine):
+            self._guides.move(self._rows[mine], self._serials[mine], ids[mine])
+
+    def fail(self, error: Exception) -> None:
+        self._guides.fail(self._rows, self._serials, error)
+
+
+def _log_times(parts: Sequence[MaskPart], since_s: float) -> None:
+    """Of the last tokens of each part, until they were sent, masks were reported, and these were on the device."""
+    now_s = time.perf_counter()
+    for part in parts:
+        times_s = part.sent_s, since_s, now_s
+        log.debug("masks_published", until_ms=[round((at_s - part.told_s) * 1e3, 3) for at_s in times_s])
+
+
+def _cannot_follow(error: Exception) -> MeshError:
+    return invalid_grammar(f"the grammar cannot be followed any further: {error}", "")

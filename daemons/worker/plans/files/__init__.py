@@ -1,0 +1,1 @@
+"""Plans in files: dumps of steps that died, and recordings."""

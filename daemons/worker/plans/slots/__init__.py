@@ -1,0 +1,1 @@
+"""Slots: their columns, and the blobs and traces that belong to them."""

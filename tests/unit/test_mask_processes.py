@@ -1,0 +1,359 @@
+"""Masks of processes beside a worker are those of its own threads, whatever ends a process and whenever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.guided_runs import MODEL, backend, vocabulary
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.guided.backend import MaskWords
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.guided import mask_part
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.mask_frames import HEAD, FrameReader, Kind, frame
+from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
+
+pytest.importorskip("xgrammar")
+pytest.importorskip("torch")
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
+
+NUM_SLOTS, NUM_PROCESSES, MAX_LEN = 6, 2, 200
+PROMPT = np.array([5, 6, 7], np.int32)
+SOURCES = [
+    GrammarSource(GrammarForm.REGEX, text) for text in ("([ab]{2,5}c )*d", "[0-9]{200}", "(yes|no)( and [a-z]*)*")
+]
+_TIMEOUT_S = 60.0
+
+
+def _until(is_done: Callable[[], bool], what: str) -> None:
+    ends_s = time.monotonic() + _TIMEOUT_S
+    while not is_done():
+        assert time.monotonic() < ends_s, what
+        time.sleep(0.005)
+
+
+class Outputs:
+    """Outputs in slots, and beside each a matcher of this process that goes the same way."""
+
+    def __init__(self) -> None:
+        num_ids = vocabulary().vocab_size
+        self.masks = SlotMasks(
+            HostDevice(), num_slots=NUM_SLOTS, max_rows=NUM_SLOTS, vocab_size=num_ids, num_processes=NUM_PROCESSES
+        )
+        self.guides = ProcessGuides(NUM_PROCESSES, MODEL, "xgrammar")
+        self.guides.attach(self.masks, num_slots=NUM_SLOTS, max_total_len=MAX_LEN)
+        assert self.guides.wait_ready(_TIMEOUT_S)
+        self.store = GrammarStore(backend().format, backend)
+        self.rng = np.random.default_rng(1)
+        self.tokens: dict[int, list[int]] = {}
+        self._matchers = {}
+        self._artefacts = [backend().compile(source) for source in SOURCES]
+
+    def admit(self, slot: int, output_ids: Sequence[int] = (), blob: bytes | None = None) -> None:
+        artefact = self._artefacts[slot % len(SOURCES)]
+        matcher = self._matchers[slot] = backend().load(artefact).matcher()
+        assert all(matcher.accept(token) for token in output_ids)
+        self.tokens[slot] = list(output_ids)
+        admit = Admit(
+            slot=slot,
+            generation=1,
+            request_id=str(slot),
+            prompt_ids=PROMPT,
+            output_ids=np.array(output_ids, np.int32),
+            max_total_len=MAX_LEN,
+            sampling=Sampling(),
+            grammar_hash=str(slot % len(SOURCES)) if blob is None else "broken",
+        )
+        self.guides.admitted(admit, artefact if blob is None else blob, self.store, self.masks.sink(admit))
+        self.masks.admitted(admit)
+
+    def release(self, slot: int) -> None:
+        self.guides.released(slot)
+        del self.tokens[slot], self._matchers[slot]
+
+    def row(self, slot: int) -> int:
+        return int(self.guides._row_of_slot[slot])
+
+    def is_over(self, slot: int) -> bool:
+        return bool(self._matchers[slot].is_over)
+
+    def is_published(self, slot: int) -> bool:
+        """The device would find the mask of the slot's next token."""
+        return bool(self.masks.positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
+
+    def check(self) -> None:
+        """All masks come, on the device too, and are those of the matchers here."""
+        slots = list(self.tokens)
+        self.guides.wait(slots, None)
+        assert not self.guides.has_errors, list(self.guides.errors())
+        for slot in slots:
+            assert self.is_published(slot) and not self.guides.is_late(slot)
+            assert (self.on_device(slot) == self.expected(slot)).all(), slot
+
+    def on_device(self, slot: int) -> MaskWords:
+        return self.masks._host.words_MW.numpy()[self.row(slot)]
+
+    def expected(self, slot: int) -> MaskWords:
+        words: MaskWords = np.zeros(self.masks.words.shape[1], np.int32)
+        if self._matchers[slot].is_over:
+            return words - 1
+        self._matchers[slot].fill(words)
+        return words
+
+    def step(self) -> None:
+        """Samples a token for each slot, as a step on a device does: -1 where there is no mask."""
+        slots = np.array(sorted(self.tokens), np.int32)
+        ids = np.full(len(slots), -1, np.int32)
+        for index, slot in enumerate(slots.tolist()):
+            if not self.is_published(slot):
+                continue
+            mask = self.on_device(slot)
+            assert (mask == self.expected(slot)).all(), "a mask that is there is right, or it is not there"
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocabulary().vocab_size)
+            ids[index] = self.rng.choice(np.flatnonzero(bits))
+            self._matchers[slot].accept(int(ids[index]))
+            self.tokens[slot].append(int(ids[index]))
+        assert self.guides.launched(slots, lambda: ids).acquire(timeout=_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Outputs]:
+    outputs = Outputs()
+    yield outputs
+    outputs.guides.close()
+
+
+@pytest.fixture
+def outputs(processes: Outputs) -> Outputs:
+    """Without any; starting the processes takes seconds."""
+    for slot in list(processes.tokens):
+        processes.release(slot)
+    for part in processes.guides._parts:
+        part._ends.clear()
+    assert processes.guides.wait_ready(_TIMEOUT_S)
+    return processes
+
+
+def test_masks_are_those_of_one_process_and_rows_come_back(outputs: Outputs) -> None:
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    for number in range(30):
+        outputs.check()
+        outputs.step()
+        if number % 5 == 4:
+            # Another output has the slot at once, with tokens from before.
+            slot = number % NUM_SLOTS
+            outputs.check()
+            before = () if outputs.is_over(slot) else outputs.tokens[slot]
+            outputs.release(slot)
+            outputs.admit(slot, before)
+    outputs.check()
+    for slot in range(NUM_SLOTS):
+        outputs.release(slot)
+    assert len(outputs.guides) == 0
+    free = outputs.masks._free
+    _until(lambda: sum(map(len, free)) == len(outputs.masks.words), "rows whose outputs have left are free again")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_ends_with_outputs_open_has_a_successor(
+    outputs: Outputs, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills come at any time, between tokens that are on their way. One that stands still is found by its silence."""
+    monkeypatch.setattr(mask_part, "_SILENT_S", 3.0)
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    for number in range(2):
+        outputs.step()
+        killed = outputs.guides.pids[number]
+        os.kill(killed, how)
+        # The other process goes on, and this one's outputs may leave and come.
+        for _ in range(5):
+            outputs.step()
+        outputs.release(number)
+        outputs.admit(number)
+        _until(lambda killed=killed: killed not in outputs.guides.pids, "it is replaced")
+        outputs.check()
+        for _ in range(3):
+            outputs.step()
+            outputs.check()
+    for slot in range(NUM_SLOTS):
+        outputs.release(slot)
+    _until(lambda: sum(map(len, outputs.masks._free)) == len(outputs.masks.words), "no row is lost")
+
+
+def test_reports_that_make_no_sense_end_their_process_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another process, a frame without an end, and no frame at all."""
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    part, other = outputs.guides._parts
+    assert other.link is not None
+    others = other.link.pid
+    for bad in (np.full((3, 1), outputs.masks.rows_a_part, np.int32).tobytes(), b"123", None):
+        _until(lambda: part.state is PartState.LIVE, "it is back")
+        link = part.link
+        assert link is not None
+        killed = link.pid
+        oversized = HEAD.pack(Kind.PUBLISHED, 1 << 30)
+        data = oversized if bad is None else frame(Kind.PUBLISHED, bad)
+        read = link._reader.read
+        monkeypatch.setattr(link._reader, "read", lambda _, read=read, data=data: read(data))
+        _until(lambda killed=killed: killed not in outputs.guides.pids, "it is replaced")
+        outputs.check()
+        part._ends.clear()
+    assert others in outputs.guides.pids
+
+
+def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_part, "_REST_S", 0.5)
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    part = outputs.guides._parts[0]
+    for _ in range(mask_part.MOST_ENDS + 1):
+        assert not outputs.guides.has_errors
+        _until(lambda: part.state is PartState.LIVE, "it is back")
+        assert part.link is not None
+        os.kill(part.link.pid, signal.SIGKILL)
+        _until(lambda: part.state is not PartState.LIVE, "its end is noticed")
+    _until(lambda: outputs.guides.has_errors, "they do not wait for ever")
+    failed = dict(outputs.guides.errors())
+    assert sorted(failed) == [0, 2, 4]
+    assert {error.reason for error in failed.values()} == {ErrorReason.ERROR_REASON_NOT_SERVING}
+    assert all(outputs.guides.is_late(slot) for slot in failed)
+    outputs.guides.wait(failed, None)
+    for slot in failed:
+        outputs.release(slot)
+    outputs.check()
+    outputs.step()
+    outputs.check()
+    _until(lambda: part.state is PartState.LIVE, "it is tried again after a rest")
+    for slot in failed:
+        outputs.admit(slot)
+    outputs.check()
+
+
+def test_a_grammar_that_cannot_be_read_and_a_token_that_is_forbidden_end_their_own_outputs(outputs: Outputs) -> None:
+    outputs.admit(0)
+    outputs.admit(2)
+    outputs.admit(4, blob=b"no artefact")
+    outputs.admit(1)
+    _until(lambda: outputs.guides.has_errors, "it is told")
+    assert [(slot, error.reason) for slot, error in outputs.guides.errors()] == [
+        (4, ErrorReason.ERROR_REASON_INVALID_GRAMMAR)
+    ]
+    outputs.release(4)
+    outputs.check()
+    forbidden = np.full(1, vocabulary().tokenizer.token_to_id("x"), np.int32)
+    assert outputs.guides.launched(np.array([0]), lambda: forbidden).acquire(timeout=_TIMEOUT_S)
+    _until(lambda: outputs.guides.has_errors, "it is told")
+    assert [slot for slot, _ in outputs.guides.errors()] == [0]
+    outputs.release(0)
+    outputs.check()
+
+
+def test_what_nobody_foresaw_ends_the_outputs_of_a_step_and_no_thread(
+    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(outputs.guides, "move", lambda *_: 1 // 0)
+        ids = np.zeros(2, np.int32)
+        assert outputs.guides.launched(np.array([0, 3]), lambda: ids).acquire(timeout=_TIMEOUT_S)
+    assert sorted(slot for slot, _ in outputs.guides.errors()) == [0, 3]
+    for slot in (0, 3):
+        outputs.release(slot)
+    outputs.step()
+    outputs.check()
+
+
+def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
+    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    _until(lambda: sum(map(len, outputs.masks._free)) == len(outputs.masks.words), "nobody has one of the artefacts")
+    for part in outputs.guides._parts:
+        part._sent.clear()
+        assert part.link is not None
+        send = part.link.send
+        monkeypatch.setattr(
+            part.link, "send", lambda data, send=send: (sent.append(HEAD.unpack_from(data)[0]), send(data))
+        )
+    for _ in range(2):
+        for slot in (0, 2, 4):
+            outputs.admit(slot)
+        outputs.check()
+        for slot in (0, 2, 4):
+            outputs.release(slot)
+    assert sent.count(Kind.GRAMMAR) == 3 and sent.count(Kind.ADMIT) == 6 and Kind.DROP not in sent
+    monkeypatch.setattr(mask_part, "_MOST_GRAMMAR_BYTES", 1)
+    for slot in (0, 2, 4):
+        outputs.admit(slot)
+    outputs.check()
+    assert sent.count(Kind.GRAMMAR) == 5 and sent.count(Kind.DROP) == 4, sent
+
+
+def test_processes_end_with_their_worker(tmp_path: Path) -> None:
+    """Killed, it cannot tell them."""
+    lines = (
+        "import sys, time",
+        "from pathlib import Path",
+        "from radixmesh.daemons.worker.guided.process_guides import ProcessGuides",
+        f"guides = ProcessGuides(2, Path({str(MODEL)!r}), 'xgrammar')",
+        "print(*guides.pids, flush=True)",
+        "time.sleep(600)",
+    )
+    worker = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    pids = [int(pid) for pid in worker.stdout.readline().split()]
+    assert len(pids) == 2
+    worker.kill()
+    worker.wait()
+    _until(partial(_are_gone, pids), "nothing survives the worker")
+
+
+def _are_gone(pids: Sequence[int]) -> bool:
+    """Nobody may be there to read their end: the state of such a process is Z."""
+    for pid in pids:
+        path = Path(f"/proc/{pid}/stat")
+        if path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z":
+            return False
+    return True
+
+
+def test_frames_are_whole_wherever_the_stream_was_cut() -> None:
+    data = frame(Kind.READY) + frame(Kind.FREED, b"12345678") + frame(Kind.ALIVE)
+    for size in (1, 3, 7, len(data)):
+        reader, found = FrameReader(8), []
+        for start in range(0, len(data), size):
+            found += reader.read(data[start : start + size])
+        assert found == [(Kind.READY, b""), (Kind.FREED, b"12345678"), (Kind.ALIVE, b"")]
+    with pytest.raises(ValueError, match="9 bytes, 8 at most"):
+        list(FrameReader(8).read(frame(Kind.FREED, b"123456789")))
+
+
+def test_tokens_behind_the_longest_output_change_no_other_row() -> None:
+    state = OutputRows(3, 4)
+    state.begin(1, 3, np.array([1, 2], np.int32))
+    for token in range(5):
+        state.add(np.array([1]), np.array([10 + token]))
+    assert state.output_of(1).tolist() == [1, 2, 10, 11] and state.output_of(0).tolist() == []
+    assert state.known.tolist() == [0, 8, 0]
