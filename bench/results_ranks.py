@@ -11,8 +11,17 @@ from results_files import read, table, wrapped
 def two_gpus(_: Mapping[str, Any]) -> list[str]:
     sums, rows, pair = (read(f"h200x2-{name}.json") for name in ("sums", "expert-rows", "pd-hand-over"))
     micros, ways = sums["micros_by_rows"], rows["micros_by_rows"]
-    load = pair["layouts"]["pairs"]["hand-over"]
-    first, second = (load[f"token_{number}_ms"]["p50"] for number in (1, 2))
+    load, beyond, earlier = pair["layouts"]["pairs"]["hand-over"], pair["beyond_ms"], read("h100x2-pd.json")
+    beside = [
+        [
+            {"pairs": "pair", "mixed": "two replicas"}[layout],
+            f"{case['decodes']['out_tok_s']:,.0f}",
+            *(f"{case['decodes']['itl_ms'][name]:.1f}" for name in ("p50", "p99")),
+            f"{case['prompts']['ttft_ms']['p50']:.0f}",
+        ]
+        for layout in ("pairs", "mixed")
+        for case in (pair["layouts"][layout]["prompts"]["2/s"],)
+    ]
     by_rows = [
         [name, *(f"{ways[way][name][count]:,.0f}" for way in ways for count in ways[way][name])]
         for name in ("ours", "own")
@@ -37,11 +46,15 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
         *table(["", *(f"{way}, {count} rows" for way in ways for count in ways[way]["ours"])], by_rows),
         "",
         wrapped(
-            f"A prompt of {load['prompt']:,} tokens of Llama-3.1-8B's shape, computed by one GPU and decoded by "
-            f"the other, one at a time (`{pair['command']}`): first token after {first:.0f} ms, second after "
-            f"{second:.0f} ms, medians. The KV is gathered into memory of the other GPU. Gathers waited for the steps "
-            "that had been launched; they have a stream of their own since, which has not been measured."
+            f"A prompt of {load['prompt']:,} tokens of Llama-3.1-8B's shape, computed by one GPU and decoded by the "
+            f"other, one at a time (`{pair['command']}`): the first token comes {beyond['token_1']:.1f} ms later than "
+            f"from a replica that does both, the second {beyond['token_2']:.1f}, medians; on two H100 with commit "
+            f"{earlier['commit']} {earlier['beyond_ms']['token_1']:.1f} and {earlier['beyond_ms']['token_2']:.1f}. 32 "
+            "outputs beside prompts of 8,192 tokens, two a second, through a pair and through two replicas with "
+            "chunked prefill:"
         ),
+        "",
+        *table(["", "tokens a second", "ITL p50, ms", "p99", "TTFT of prompts p50, ms"], beside),
     ]
 
 
@@ -152,12 +165,17 @@ def guided(_: Mapping[str, Any]) -> list[str]:
     got = read("h200-guided-masks.json")
     rows = [
         [
-            {"before": "masks copied to where they are sent from", "now": "masks filled there"}[name],
+            {
+                "before": "masks copied to where they are sent from",
+                "filled": "masks filled there",
+                "threads": "two threads (H100)",
+                "processes": "four processes",
+            }[name],
             *(f"{got[name][case]['out_tok_s']:,.0f}" for case in ("free", "guided")),
             f"{got[name]['guided_of_free']:.3f}",
             f"{got[name]['others_of_free']:.3f}",
         ]
-        for name in ("before", "now")
+        for name in ("before", "filled", "threads", "processes")
     ]
     return [
         *("## Rows that follow a grammar", ""),

@@ -16,6 +16,7 @@ from radixmesh.daemons.tokenizer.grammar.compiler import GrammarLimits
 
 pytest.importorskip("xgrammar")
 with bench_imports():
+    from gpu import guided
     from gpu.guided import _masks, array_of
     from gpu.guided_vocabulary import write_vocabulary
 
@@ -32,7 +33,7 @@ def _folder(tmp_path):
 async def test_masks_of_tools_are_compiled_and_cached_however_small_the_cache(tmp_path, monkeypatch):
     """All of them after one another found none: a cache of the latest few has lost the first when it is asked again."""
     vocabulary = _folder(tmp_path)
-    monkeypatch.setattr("gpu.guided.GrammarLimits", partial(GrammarLimits, cache_bytes=700_000))
+    monkeypatch.setattr(guided, "GrammarLimits", partial(GrammarLimits, cache_bytes=700_000))
     found = await _masks(Namespace(tools=3), tmp_path, vocabulary)
     assert found["cache_hits"] == 3 and len(found["cached_us_p50_p99"]) == len(found["by_process_ms_p50_p99"]) == 2
     nothing = await _masks(Namespace(tools=0), tmp_path, vocabulary)
