@@ -66,7 +66,7 @@ class _Launched(NamedTuple):
 
 
 class _Trace:
-    """Where the time of a turn goes."""
+    """The time of a turn: what it went to."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
