@@ -2,9 +2,11 @@
 
 `python bench/gpu/host_copies.py`: pages of 16 tokens and of one of an 8B shape (32 layers, 8 KV heads of 128, bf16:
 128 KiB a token). Ways: see page_copies.py; a number is the programs of a kernel. `apart`: pages in random order on both
-sides; `runs`: as prefixes have them, 256 that follow each other. Prints JSON after each way, GB/s as 1e9 bytes; the
-last line is the result. `slower`: time of reading 2 GB again and again, and of a GEMM of 2048 rows, beside copies, over
-that without. `is_equal`: what was saved and loaded is what it was.
+sides; `runs`: as prefixes have them, 256 that follow each other; `chat`: as a chat of 4k tokens comes back, from one
+run of host pages to runs of a dozen device pages. Prints JSON after each way, GB/s as 1e9 bytes; the last line is the
+result. `slower`: time of reading 2 GB again and again, and of a GEMM of 2048 rows, beside copies, over that without.
+`is_equal`: what was saved and loaded is what it was. `cpu_ms_a_gb`: of the thread that starts copies; `call_us`: of the
+caller. `started`: what a worker measures at its start; `chosen`: what it takes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.device import CudaDevice
-from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
-from radixmesh.daemons.worker.cuda.page_copies import (
+from radixmesh.daemons.worker.cuda.host_tier.choice import probed_pages
+from radixmesh.daemons.worker.cuda.host_tier.copy_thread import CopyEnd
+from radixmesh.daemons.worker.cuda.host_tier.host_pool import Copies, CudaHostPool
+from radixmesh.daemons.worker.cuda.host_tier.page_copies import (
     EngineCopies,
     KernelCopies,
     PageCopies,
@@ -52,7 +57,8 @@ def copies(
     start = time.perf_counter()
     host = CudaHostPool(device, pool.page_words(), host_bytes, spare_page=num_pages)
     found |= {"page_size": page_size, "start_s": round(time.perf_counter() - start, 2)}
-    found["default"] = type(host.copies).__name__
+    found["started"] = {way: {name: trial._asdict() for name, trial in of.items()} for way, of in host.trials.items()}
+    found["chosen"] = {"saves": type(host.copies.save).__name__, "loads": type(host.copies.load).__name__}
     random = np.random.default_rng(0)
     num = min(num_pages, host.num_pages) // 2
     apart = (
@@ -60,17 +66,19 @@ def copies(
         random.permutation(host.num_pages)[:num].astype(np.int32),
     )
     runs = (_runs(num_pages, RUN_TOKENS // page_size, num), _runs(host.num_pages, RUN_TOKENS // page_size, num))
-    gigabytes = num * host.page_bytes / 1e9
+    forms = {"apart": apart, "runs": runs, "chat": probed_pages(num_pages, host.num_pages, host.page_bytes)}
     for name in ways:
-        host.copies = _way(name, host)
+        way = _way(name, host)
+        host.copies = Copies(way, way)
         of_way: dict[str, object] = {}
         found[name] = of_way
-        for form, (device_pages, host_pages) in {"apart": apart, "runs": runs}.items():
+        for form, (device_pages, host_pages) in forms.items():
+            gigabytes = len(host_pages) * host.page_bytes / 1e9
             of_way[f"{form}_is_equal"] = _is_equal(device, pool, host, device_pages, host_pages)
             for kind, copy in _both(host, device_pages, host_pages).items():
-                seconds, call_s = min(_seconds(copy, host) for _ in range(3))
+                seconds, cpu_s = min(_seconds(copy, host) for _ in range(3))
                 of_way[f"{form}_{kind}_gbps"] = round(gigabytes / seconds, 1)
-                of_way[f"{form}_{kind}_call_ms_a_gb"] = round(1000 * call_s / gigabytes, 2)
+                of_way[f"{form}_{kind}_cpu_ms_a_gb"] = round(1000 * cpu_s / gigabytes, 2)
         for kind, copy in _both(host, *runs).items():
             of_way[f"{kind}_slower"] = slower(device, host, copy)
         # One page at a time, as decodes fill them: the time that a call takes of the step thread.
@@ -89,11 +97,12 @@ def _way(name: str, host: CudaHostPool) -> PageCopies:
     return {"engines": EngineCopies, "staged": StagedCopies}[name](planes, words, pages_together, driver_call())
 
 
-def _both(host: CudaHostPool, device_pages: IntArray, host_pages: IntArray) -> dict[str, Callable[[], object]]:
-    return {
-        "save": partial(host.save, device_pages, host_pages),
-        "load": partial(host.load, host_pages, device_pages),
-    }
+def _both(host: CudaHostPool, device_pages: IntArray, host_pages: IntArray) -> dict[str, Callable[[], CopyEnd]]:
+    def save() -> CopyEnd:
+        host.save(device_pages, host_pages)
+        return cast(CopyEnd, host.saved())
+
+    return {"save": save, "load": partial(host.load, host_pages, device_pages)}
 
 
 def _runs(num_pages: int, length: int, num: int) -> IntArray:
@@ -120,14 +129,13 @@ def _is_equal(
         return all(torch.equal(plane[:, index], old) for plane, old in zip(planes, before, strict=True))
 
 
-def _seconds(copy: Callable[[], object], host: CudaHostPool) -> tuple[float, float]:
-    """Of the copy, and of the call that starts it."""
+def _seconds(copy: Callable[[], CopyEnd], host: CudaHostPool) -> tuple[float, float]:
+    """Of the copy, and CPU time of the thread that starts it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    copy()
-    called = time.perf_counter() - start
+    end = copy()
     host.wait()
-    return time.perf_counter() - start, called
+    return time.perf_counter() - start, end.cpu_s
 
 
 @torch.inference_mode()
@@ -145,6 +153,7 @@ def slower(device: CudaDevice, host: CudaHostPool, copy: Callable[[], object]) -
             torch.cuda.synchronize()
             if is_copying:
                 copy()
+                time.sleep(0.001)
             with device.in_order():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()

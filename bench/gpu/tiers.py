@@ -12,6 +12,11 @@ Scheduler and worker run in one process, random weights. Prints a line of JSON a
 by then: the last one is the result, whenever it is ended. `decodes`: device time of steps of decodes alone, by what the
 copies beside them were; `saving_cost` is what those with saves took longer than others of as many rows, as a share of
 the time of all.
+
+`trace` says where a turn's time goes: idle_s, of the device; launch_s and launch_most_ms, of the host in launches,
+which is to be small whatever is copied; loading_s, time with loads under way, and loads_gbps in it, no more than the
+bus has; alone_s, time with loads under way and nothing else to do for the device: chats in lock step load all at once.
+`copies`: what the worker has measured of its ways of copying when it started, and took.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +47,7 @@ from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.scheduler.tiers.host_cache import TierSettings, WritePolicy
+from radixmesh.daemons.worker.cuda.host_tier.host_pool import CudaHostPool
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -55,6 +62,41 @@ class _Launched(NamedTuple):
     handle: StepHandle[StepResult]
     copies: str
     rows: int
+    has_forward: bool
+
+
+class _Trace:
+    """The time of a turn: what it went to."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._launch_s = self._most_s = self._loading_s = self._alone_s = self._marked_s = 0.0
+        self._is_loading = self._is_alone = False
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        begin = self._clock()
+        yield
+        seconds = self._clock() - begin
+        self._launch_s, self._most_s = self._launch_s + seconds, max(self._most_s, seconds)
+
+    def mark(self, num_under_way: int, *, is_alone: bool = False) -> None:
+        """Loads that are under way from now on, until the next mark. is_alone: the device does nothing else."""
+        now = self._clock()
+        if self._is_loading:
+            self._loading_s += now - self._marked_s
+            self._alone_s += (now - self._marked_s) * self._is_alone
+        self._marked_s, self._is_loading, self._is_alone = now, num_under_way > 0, is_alone
+
+    def summary(self, idle_s: float, num_bytes: int) -> dict[str, float]:
+        return {
+            "idle_s": round(idle_s, 3),
+            "launch_s": round(self._launch_s, 3),
+            "launch_most_ms": round(1000 * self._most_s, 2),
+            "loading_s": round(self._loading_s, 3),
+            "loads_gbps": round(num_bytes / 1e9 / self._loading_s, 1) if self._loading_s else 0.0,
+            "alone_s": round(self._alone_s, 3),
+        }
 
 
 class Chats:
@@ -78,6 +120,7 @@ class Chats:
         self.clock = clock
         pool_tokens = runner.num_pages * runner.page_size
         self.is_tiered = policy != "device"
+        self._page_bytes = 0 if runner.host_pool is None else runner.host_pool.page_bytes
         group = GroupInfo(
             page_size=runner.page_size,
             num_pages=runner.num_pages,
@@ -120,12 +163,12 @@ class Chats:
     def _run(self, order: Sequence[int], num_old: int) -> dict[str, object]:
         args, planner = self.args, self.planner
         cached, submitted = planner.counters.cached_tokens, {}
-        num_loads, wait_s = planner.loads.num_loads, planner.loads.wait_s
+        num_loads, wait_s, num_loaded = planner.loads.num_loads, planner.loads.wait_s, self._num_loaded()
         waiting = deque(order)
         live: dict[int, int] = {}
         ttft: list[float] = []
         decodes: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        busy_ns, copies = 0, "none"
+        busy_ns, copies, trace = 0, "none", _Trace(self.clock)
         start, num_output = self.clock(), 0
         while waiting or live:
             while waiting and len(live) < self.clients:
@@ -139,17 +182,21 @@ class Chats:
                 # A save goes on beside the step after its own, and a load until its end is told.
                 copies = _copies(plan, planner.loads.num_under_way, copies)
                 rows = 0 if plan.chunks else planner.num_running
-                handle = self.executor.launch(plan, ready_ns=self.executor.runner.now_ns())
-                self.pending.append(_Launched(handle, copies, rows if plan.has_forward else 0))
+                with trace.launching():
+                    handle = self.executor.launch(plan, ready_ns=self.executor.runner.now_ns())
+                self.pending.append(_Launched(handle, copies, rows if plan.has_forward else 0, plan.has_forward))
             if not self.pending:
                 raise RuntimeError(f"nothing to do for {len(live)} chats")
             launched = self.pending.popleft()
+            is_alone = not any(step.has_forward for step in (launched, *self.pending))
+            trace.mark(planner.loads.num_under_way, is_alone=is_alone)
             result = launched.handle.result()
             device_ns = result.device_end_ns - result.device_start_ns
             busy_ns += device_ns
             if launched.rows:
                 decodes[launched.copies][launched.rows].append(device_ns / 1e6)
             outputs = planner.process(result)
+            trace.mark(planner.loads.num_under_way)
             assert not outputs.rejected, outputs.rejected
             for token_rows in outputs.rows:
                 counts = token_rows.counts
@@ -175,7 +222,14 @@ class Chats:
             "load_mean_ms": round(1000 * (planner.loads.wait_s - wait_s) / num_loads, 1) if num_loads else 0.0,
             "decodes": {name: _summary(by_rows) for name, by_rows in decodes.items()},
             "saving_cost": _saving_cost(decodes),
+            "trace": trace.summary(seconds - busy_ns / 1e9, self._page_bytes * (self._num_loaded() - num_loaded)),
         }
+
+    def _num_loaded(self) -> int:
+        """Pages so far."""
+        state = self.planner.state
+        assert state is not None
+        return sum(host.counters.loaded for host in state.hosts)
 
     def _extend(self, chat: int, ids: np.ndarray) -> None:
         self.histories[chat] = np.concatenate([self.histories[chat], ids.astype(np.int32)])
@@ -189,6 +243,17 @@ class Chats:
             sampling=Sampling(temperature=0.0),
             stop=Stop(max_tokens=self.args.output_tokens, ignore_eos=True),
         )
+
+
+def _copies_of(runner: ModelRunner) -> dict[str, object]:
+    """The ways that a worker has tried, and those that it took."""
+    pool = runner.host_pool
+    assert isinstance(pool, CudaHostPool)
+    found: dict[str, object] = {
+        way: {name: {key: round(value, 4) for key, value in trial._asdict().items()} for name, trial in trials.items()}
+        for way, trials in pool.trials.items()
+    }
+    return found | {"saves": type(pool.copies.save).__name__, "loads": type(pool.copies.load).__name__}
 
 
 def _copies(plan: StepPlan, num_loading: int, before: str) -> str:
@@ -262,6 +327,7 @@ def main() -> None:
         "torch": torch.__version__,
         "start_s": round(loaded - began, 2),
         "host_pool_s": round(time.perf_counter() - loaded, 2),
+        "copies": _copies_of(runner),
     }
     print(json.dumps(report), flush=True)
     compared: dict[str, object] = {}

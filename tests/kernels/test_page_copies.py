@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from radixmesh.daemons.worker.cuda import page_copies
-from radixmesh.daemons.worker.cuda.page_copies import (
+from radixmesh.daemons.worker.cuda.host_tier import page_copies
+from radixmesh.daemons.worker.cuda.host_tier.page_copies import (
     PACE,
     EngineCopies,
     KernelCopies,
     StagedCopies,
-    best_of,
+    Turns,
     paced,
     ways_for,
 )
@@ -136,12 +137,107 @@ def test_ways_go_by_the_rows() -> None:
     assert ways(100, 2048, 0) == [KernelCopies]
 
 
-def test_a_way_that_disturbs_steps_has_to_be_much_faster() -> None:
-    planes, words = [_words(1, 1, 4)], _words(1, 4)
-    engines, staged = EngineCopies(planes, words, 1, Driver()), StagedCopies(planes, words, 1, Driver())
-    kernel = KernelCopies(planes, words)
-    assert best_of([engines, staged], [1.1, 1.0]) is engines and best_of([engines, staged], [1.3, 1.0]) is staged
-    assert best_of([staged, kernel], [2.0, 1.0]) is staged and best_of([staged, kernel], [3.0, 1.0]) is kernel
+class Stream:
+    """Work waits in it until somebody runs it. A wait is for what another stream was given by then."""
+
+    current: Stream
+
+    def __init__(self, *_: object) -> None:
+        self.queue: list[Callable[[], bool]] = []
+        """Each is done if it says so."""
+        self.num_given = self.num_done = 0
+
+    def give(self, work: Callable[[], object]) -> None:
+        def run() -> bool:
+            work()
+            return True
+
+        self._give(run)
+
+    def _give(self, work: Callable[[], bool]) -> None:
+        self.queue.append(work)
+        self.num_given += 1
+
+    def step(self) -> bool:
+        """Runs the first of its work, if it need not wait."""
+        if not self.queue or not self.queue[0]():
+            return False
+        del self.queue[0]
+        self.num_done += 1
+        return True
+
+    def wait_stream(self, other: Stream) -> None:
+        num = other.num_given
+        self._give(lambda: other.num_done >= num)
+
+    def record_event(self, event: Event) -> Event:
+        event.stream, event.num = self, self.num_given
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        stream, num = event.stream, event.num
+        self._give(lambda: stream.num_done >= num)
+
+    def __enter__(self) -> None:
+        self.before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self.before
+
+
+class Event:
+    stream: Stream
+    num: int
+    streams: list[Stream]
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+
+    def synchronize(self) -> None:
+        while self.stream.num_done < self.num:
+            assert sum(stream.step() for stream in self.streams)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data(), nums=st.lists(st.integers(1, 24), min_size=1, max_size=3), fills_beside=st.booleans())
+def test_two_streams_hand_a_buffer_to_each_other(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, nums: list[int], fills_beside: bool
+) -> None:
+    """Whenever each stream does its work, what was filled is what is emptied, and in the end all of it is."""
+    here = Stream.current = Stream()
+    for name, stand_in in {"Stream": Stream, "Event": Event, "stream": lambda stream: stream}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
+    turns = Turns(torch.device("cuda"))
+    Event.streams = [here, turns._beside]
+    buffer: list[object] = [None, None]
+    target: list[object] = []
+
+    def run_some() -> None:
+        for stream in data.draw(st.lists(st.sampled_from(Event.streams), max_size=6)):
+            stream.step()
+
+    for call, num in enumerate(nums):
+        first = turns.num
+
+        def fill(part: int, call: int = call, first: int = first) -> None:
+            assert Stream.current is Event.streams[fills_beside]
+            Stream.current.give(lambda: buffer.__setitem__((first + part) % 2, (call, part)))
+            run_some()
+
+        def empty(part: int, first: int = first) -> None:
+            assert Stream.current is Event.streams[not fills_beside]
+            Stream.current.give(lambda: target.append(buffer[(first + part) % 2]))
+            run_some()
+
+        turns.run(num, fill, empty, fills_beside=fills_beside)
+        # A part is an operation or two, and what the streams tell each other of it.
+        assert all(len(stream.queue) <= 9 * 4 for stream in Event.streams)
+        here.give(lambda call=call: target.append(call))
+    while sum(stream.step() for stream in Event.streams):
+        pass
+    wanted = [[*((call, part) for part in range(num)), call] for call, num in enumerate(nums)]
+    assert target == [each for part in wanted for each in part]
 
 
 def test_no_stream_is_given_more_copies_than_its_queue_holds() -> None:

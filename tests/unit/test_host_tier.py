@@ -1,6 +1,7 @@
 """Saves and loads of KV pages: order and refusals of workers, copies on CPUs, the use that schedulers make of it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.tiers.host_tier import HostTier
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
@@ -525,13 +528,18 @@ def test_a_load_waits_for_the_steps_that_used_its_pages_and_for_no_others(monkey
     runner.add_host_pool(8 * 4 * 8)
     executor, behind = StepExecutor(runner, num_slots=4, max_tokens_per_step=64), []
     executor.begin_epoch(1)
-    load = runner.host_pool.load
+    load, save, saved_behind = runner.host_pool.load, runner.host_pool.save, []
 
     def told(host_pages, device_pages, event=None):
         behind.append(event)
         return load(host_pages, device_pages, event)
 
+    def told_of_save(device_pages, host_pages, event=None):
+        saved_behind.append(event)
+        save(device_pages, host_pages, event)
+
     monkeypatch.setattr(runner.host_pool, "load", told)
+    monkeypatch.setattr(runner.host_pool, "save", told_of_save)
 
     def launch(step_id, **parts):
         return executor.launch(StepPlan(epoch=1, step_id=step_id, **parts))
@@ -540,10 +548,10 @@ def test_a_load_waits_for_the_steps_that_used_its_pages_and_for_no_others(monkey
     launch(2, has_forward=False, saves=(move([0, 1, 2], [5, 6, 7]),), releases=(Release(slot=0, generation=1),))
     second = launch(3, admits=(admit(1, PROMPT),), grants=(grant(1, [8, 9, 10, 11]),), chunks=(chunk(1, 12),))
     third = launch(4, admits=(admit(2, PROMPT),), grants=(grant(2, [12, 13, 14, 15]),), chunks=(chunk(2, 12),))
-    # Nobody uses page 20, slot 1 had page 8 up to the step that was launched last.
+    # Nobody uses page 20, slot 1 had page 8 up to the step before the one that was launched last.
     launch(5, releases=(Release(slot=1, generation=1),), has_forward=False,
            loads=(move([20], [5], op_id=1), move([8], [5], op_id=2)))  # fmt: skip
-    assert behind == [DONE, third.event] and not third.event.is_done
+    assert behind == [DONE, second.event] and not second.event.is_done
     second.result(), third.result()
     launch(6, admits=(admit(3, PROMPT),), grants=(grant(3, [21, 22, 23, 24]),), has_forward=False,
            page_copies=(PageCopy(source_page=0, target_page=21, num_tokens=4),),
@@ -556,3 +564,30 @@ def test_a_load_waits_for_the_steps_that_used_its_pages_and_for_no_others(monkey
     launch(9, has_forward=False)
     launch(10, has_forward=False, loads=(move([26], [5], op_id=5),), releases=(Release(slot=0, generation=2),))
     assert behind[4:] == [running.event] and not running.event.is_done
+    running.result()
+    # A decode of a row whose output has ended is a step that uses its pages.
+    launch(11, admits=(admit(1, PROMPT, generation=2),), grants=(grant(1, [4, 5, 6, 7]),),
+           chunks=(chunk(1, 12),)).result()  # fmt: skip
+    decode = launch(12, decode_set=as_ints([1]))
+    other = launch(13, decode_set=as_ints([]), admits=(admit(3, PROMPT, generation=2),),
+                   grants=(grant(3, [16, 17, 18, 19]),), chunks=(chunk(3, 12),))  # fmt: skip
+    # Full pages are saved at once, whatever runs; those that were copied to or from behind all that was launched.
+    launch(14, has_forward=False, saves=(move([4, 5], [3, 4]),), loads=(move([7], [5], op_id=6),),
+           releases=(Release(slot=1, generation=2),))  # fmt: skip
+    launch(15, has_forward=False, saves=(move([0], [2]),))
+    assert behind[5:] == [decode.event] and not decode.event.is_done
+    assert saved_behind == [DONE, DONE, None]
+    assert not other.event.is_done
+
+
+def test_a_save_waits_for_all_steps_where_they_accept_drafts():
+    """Such steps may move KV after it was counted."""
+    told = []
+    for most in (1, 2):
+        pool = SimpleNamespace(num_pages=4, segment=None, page_bytes=1)
+        pool.save = lambda device_pages, host_pages, behind: told.append(behind)
+        limits = dataclasses.replace(simulated_executor(page_size=4, num_pages=8).limits, max_tokens_per_row=most)
+        host, records = HostTier(pool, limits), PageRecordTable(limits)
+        records.grant(as_ints([1]), np.array([1]), previous_pages=as_ints([-1]), namespaces=[""], weights_version=1)
+        host.save([move([1], [0])], records, 1)
+    assert told == [DONE, None]

@@ -39,7 +39,7 @@ class KvAccess:
         if not isinstance(self._device, CudaDevice):
             return ArrayHostPool(num_bytes, self._pool.page_planes(), self._loaded, segment)
         # Triton is needed where there is a GPU alone.
-        from radixmesh.daemons.worker.cuda.host_pool import CudaHostPool
+        from radixmesh.daemons.worker.cuda.host_tier.host_pool import CudaHostPool
 
         words, num_pages = self._pool.page_words(), self._pool.num_pages
         return CudaHostPool(self._device, words, num_bytes, num_pages, self._loaded, segment)

@@ -33,8 +33,11 @@ class HostPool(ABC):
     """Has the pages' memory, which outlives the worker; None: it is this process's own."""
 
     @abstractmethod
-    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
-        """Copies device pages to host pages; both int32 [n], host pages distinct."""
+    def save(self, device_pages: IntArray, host_pages: IntArray, behind: DeviceEvent | None = None) -> None:
+        """Copies device pages to host pages; both int32 [n], host pages distinct.
+
+        behind: of the last step that writes to the device pages, DONE if it is over; None: of all that was launched.
+        """
 
     @abstractmethod
     def load(self, host_pages: IntArray, device_pages: IntArray, behind: DeviceEvent | None = None) -> DeviceEvent:
@@ -98,7 +101,7 @@ class ArrayHostPool(HostPool):
     def memory(self) -> npt.NDArray[np.uint8]:
         return self._rows
 
-    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+    def save(self, device_pages: IntArray, host_pages: IntArray, behind: DeviceEvent | None = None) -> None:
         start = 0
         for plane in self._planes:
             end = start + plane.shape[1]

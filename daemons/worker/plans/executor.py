@@ -89,6 +89,8 @@ class StepExecutor:
         self.last_step = 0
         self._launched: dict[int, StepHandle[StepResult]] = {}
         self._last_sampled = np.zeros(num_slots, np.int32)
+        # The last step of the epoch that had a row of each slot, 0 = none.
+        self._last_steps = np.zeros(num_slots, np.int64)
 
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
@@ -101,6 +103,7 @@ class StepExecutor:
         self.guides.clear()
         self.blobs.begin_epoch()
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
+        self._last_steps[:] = 0
 
     def reset(self) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
@@ -174,6 +177,10 @@ class StepExecutor:
         self.runner.set_dispatch_mode(
             plan.dispatch, plan.max_tokens_per_rank, may_have_chunks=plan.may_have_chunks or bool(plan.chunks)
         )
+        if self.host is not None:
+            self._last_steps[batch.rows.slots] = plan.step_id
+            for segment in batch.segments:
+                self._last_steps[segment.slot] = plan.step_id
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
@@ -255,7 +262,7 @@ class StepExecutor:
             self.host.save(plan.saves, records, self.weights_version)
         for release in plan.releases:
             if self.host is not None:
-                self.host.used(table.pages(release.slot), plan.step_id - 1)
+                self.host.used(table.pages(release.slot), int(self._last_steps[release.slot]))
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
                 self.guides.released(release.slot)

@@ -41,7 +41,7 @@ class SimulatedHostPool(HostPool):
         self._saves: list[tuple[IntArray, IntArray]] = []
         self._last_end_ns = 0
 
-    def save(self, device_pages: IntArray, host_pages: IntArray) -> None:
+    def save(self, device_pages: IntArray, host_pages: IntArray, behind: DeviceEvent | None = None) -> None:
         self._finish_saves(host_pages=host_pages)
         self._saves.append((device_pages.copy(), host_pages.copy()))
 

@@ -91,6 +91,8 @@ class HostTier:
         self._saving: deque[_Save] = deque()
         """Saves that are not committed yet, in a pool whose memory outlives the worker."""
         self._page_size = limits.page_size
+        # Steps that accept drafts may move KV after it was counted.
+        self._settles_in_order = limits.max_tokens_per_row == 1
         self.metrics: Metrics | None = None
         """Told of the bytes that are copied."""
         self.store: StoreTier | None = None
@@ -130,10 +132,13 @@ class HostTier:
 
     def _save(self, moves: Sequence[PageMove], device: PageRecordTable, weights_version: int) -> None:
         _chain(moves, device, self.records, weights_version, to_host=True)
-        self.pool.save(_joined([m.device_pages for m in moves]), _joined([m.host_pages for m in moves]))
+        pages = _joined([move.device_pages for move in moves])
+        # Full pages hold what steps wrote that are settled: those under way write behind it.
+        is_settled = self._settles_in_order and not (self._last_steps[pages] == _BESIDE_STEPS).any()
+        self.pool.save(pages, _joined([move.host_pages for move in moves]), DONE if is_settled else None)
         if self.pool.segment is not None:
-            pages = _joined([move.host_pages for move in moves])
-            self._saving.append(_Save(self.pool.saved(), pages, self.records.generations[pages]))
+            host_pages = _joined([move.host_pages for move in moves])
+            self._saving.append(_Save(self.pool.saved(), host_pages, self.records.generations[host_pages]))
             self._commit_saves()
         self._count("saved", moves)
         if self.store is not None:

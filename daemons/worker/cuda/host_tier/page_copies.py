@@ -4,14 +4,17 @@ device   plane [layers, pages, row]                      a row: the part of a pa
 host     [pages, plane after plane, layer after layer]   a page in one piece
 
 EngineCopies   2D copies by the GPU's copy engines, which take nothing of the SMs; for long rows
-StagedCopies   a kernel gathers pages in a buffer of the device, engines copy that; for short rows
+StagedCopies   a kernel gathers pages in a buffer of the device while engines copy what it has gathered before
 KernelCopies   a kernel of few programs reads and writes the host's memory where it lies; needs no driver call
+
+Which one moves pages is measured: `choice.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -24,8 +27,12 @@ from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
 MIN_ROW_BYTES = 8192
 """Rows from here on are copied by engines without a buffer."""
-_STAGE_BYTES = 32 << 20
+_STAGE_BYTES = 64 << 20
+"""Of a part of a staged copy: 1.3 ms of the bus, while a kernel goes through the part before it in 0.1 ms."""
 _STAGE_PROGRAMS = 264
+_NUM_STAGES = 2
+_MAX_PARTS = 8
+"""Parts of staged copies that streams have to do at most, some five operations each."""
 _MAX_PITCH = (1 << 31) - 1
 PACE = 256
 """Copies of the driver's call from one event to the next."""
@@ -41,9 +48,6 @@ CopyCall = Callable[[int, int], None]
 class PageCopies(ABC):
     """planes: int32 [layers, pages, words], contiguous, on the device. words: int32 [host pages, words of a page],
     contiguous, page-locked: plane after plane."""
-
-    handicap = 1.0
-    """Factor of its time against the ways that take nothing of the SMs."""
 
     def __init__(self, planes: Sequence[torch.Tensor], words: torch.Tensor) -> None:
         assert words.is_contiguous() and all(plane.is_contiguous() for plane in planes), "rows lie at fixed distances"
@@ -99,10 +103,8 @@ class EngineCopies(PageCopies):
 
 
 class StagedCopies(PageCopies):
-    """Host pages that follow each other are one copy. There is a buffer for each direction: calls of one are on one
-    stream. pages_together: as of EngineCopies."""
-
-    handicap = 1.2
+    """Host pages that follow each other are one copy. Each direction has a buffer of two parts: engines copy one while
+    a kernel goes through the other. Calls of one direction are on one stream. pages_together: as of EngineCopies."""
 
     def __init__(
         self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall
@@ -110,34 +112,82 @@ class StagedCopies(PageCopies):
         super().__init__(planes, words)
         self._call, self._pages_together = call, pages_together
         self._num_staged = min(len(words), max(1, _STAGE_BYTES // self._page_bytes))
-        shape = self._num_staged, words.shape[1]
-        self._stages = tuple(torch.empty(shape, dtype=torch.int32, device=planes[0].device) for _ in range(2))
+        shape, device = (_NUM_STAGES * self._num_staged, words.shape[1]), planes[0].device
+        self._stages = tuple(torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+        self._turns = tuple(Turns(device) for _ in range(2))
 
     def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
+        stage, turns, num_staged = self._stages[to_host], self._turns[to_host], self._num_staged
         order = np.argsort(host_pages, kind="stable")
-        host, stage = host_pages[order].astype(np.int64), self._stages[to_host]
-        places = np.arange(len(order), dtype=np.int32) % self._num_staged
-        pages = _sent(np.stack([device_pages[order], places]), stage.device)
-        for start in range(0, len(order), self._num_staged):
-            part = slice(start, start + self._num_staged)
+        host = host_pages[order].astype(np.int64)
+        index = np.arange(len(order))
+        places = index % num_staged + num_staged * ((index // num_staged + turns.num) % _NUM_STAGES)
+        pages = _sent(np.stack([device_pages[order], places.astype(np.int32)]), stage.device)
+
+        def between_stage_and_host(number: int) -> None:
+            part = slice(number * num_staged, (number + 1) * num_staged)
             firsts, lengths = _runs(host[part], self._pages_together)
-            on_device = stage.data_ptr() + self._page_bytes * firsts
+            on_device = stage.data_ptr() + self._page_bytes * places[part][firsts]
             on_host = self._words.data_ptr() + self._page_bytes * host[part][firsts]
             width = self._page_bytes * lengths
             copies = _copies((on_device, width), (on_host, width), (width, 1), to_host=to_host)
-            if to_host:
-                self._copy_plane_by_plane(pages[0, part], stage, pages[1, part], _STAGE_PROGRAMS, to_host=True)
-                _start(copies, self._call, stream)
-            else:
-                _start(copies, self._call, stream)
-                self._copy_plane_by_plane(pages[0, part], stage, pages[1, part], _STAGE_PROGRAMS, to_host=False)
+            _start(copies, self._call, stream)
+
+        def between_planes_and_stage(number: int) -> None:
+            part = slice(number * num_staged, (number + 1) * num_staged)
+            self._copy_plane_by_plane(pages[0, part], stage, pages[1, part], _STAGE_PROGRAMS, to_host=to_host)
+
+        num = -(-len(order) // num_staged)
+        if to_host:
+            turns.run(num, between_planes_and_stage, between_stage_and_host, fills_beside=True)
+        else:
+            turns.run(num, between_stage_and_host, between_planes_and_stage, fills_beside=False)
+
+
+class Turns:
+    """Fills parts of a buffer on one stream while another empties those before: the current stream, and one of its own.
+    Of one direction, on one thread. num: parts so far; the next one is number `num % 2` of the buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num = 0
+        self._is_on_device = device.type == "cuda"
+        if self._is_on_device:
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Behind what empties the last parts, the latest one at the end.
+            self._emptied: deque[torch.cuda.Event] = deque()
+
+    def run(self, num: int, fill: Callable[[int], None], empty: Callable[[int], None], *, fills_beside: bool) -> None:
+        """Fills and empties parts [0, num); all that the current stream is given later is behind them.
+
+        fills_beside: the other stream fills, and this one empties. Blocks while streams have too many parts to do.
+        """
+        if not self._is_on_device:
+            for number in range(num):
+                fill(number)
+                empty(number)
+            self.num += num
+            return
+        here = torch.cuda.current_stream()
+        self._beside.wait_stream(here)
+        filler, emptier = (self._beside, here) if fills_beside else (here, self._beside)
+        for number in range(num):
+            if len(self._emptied) >= _NUM_STAGES:
+                filler.wait_event(self._emptied[-_NUM_STAGES])
+            with torch.cuda.stream(filler):
+                fill(number)
+            emptier.wait_event(filler.record_event(_blocking_event()))
+            with torch.cuda.stream(emptier):
+                empty(number)
+            self._emptied.append(emptier.record_event(_blocking_event()))
+            self.num += 1
+            if len(self._emptied) > _MAX_PARTS:
+                self._emptied.popleft().synchronize()
+        here.wait_stream(self._beside)
 
 
 class KernelCopies(PageCopies):
     """num_programs: of the kernel. On an H200, 16 of them reach 50 GB/s, and work that reads the device's memory takes
     three times as long beside them."""
-
-    handicap = 3.0
 
     def __init__(self, planes: Sequence[torch.Tensor], words: torch.Tensor, num_programs: int = NUM_PROGRAMS) -> None:
         super().__init__(planes, words)
@@ -161,11 +211,6 @@ def ways_for(
     if min(rows) >= MIN_ROW_BYTES and max(pitches) <= _MAX_PITCH:
         return [EngineCopies(planes, words, pages_together, call), staged]
     return [staged, KernelCopies(planes, words)]
-
-
-def best_of(ways: Sequence[PageCopies], seconds: Sequence[float]) -> PageCopies:
-    """The fastest way, counting what steps beside it lose. seconds: of the same copy by each."""
-    return ways[min(range(len(ways)), key=lambda index: seconds[index] * ways[index].handicap)]
 
 
 class _Awaited(Protocol):
@@ -208,9 +253,14 @@ def paced(call: CopyCall, record: Callable[[], _Awaited]) -> CopyCall:
 
 
 def _recorded() -> _Awaited:
-    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event = _blocking_event()
     event.record()
     return event
+
+
+def _blocking_event() -> torch.cuda.Event:
+    """An event whose waiters sleep."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _runs(
