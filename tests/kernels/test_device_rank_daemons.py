@@ -160,7 +160,7 @@ async def _said(client: ServeClient, chosen: list[Text]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("size", "num_redundant", "is_restarted"),
     [
-        (2, 2, False),
+        pytest.param(2, 2, False, marks=pytest.mark.full),
         pytest.param(2, 2, True, marks=pytest.mark.slow),
         pytest.param(4, 4, False, marks=pytest.mark.full),
     ],
@@ -289,7 +289,7 @@ async def test_a_rank_that_goes_comes_back_to_its_experts() -> None:
     ("mishap", "rank"),
     [
         (go, 1),
-        pytest.param(go, 0, marks=pytest.mark.slow),
+        pytest.param(go, 0, marks=pytest.mark.full),
         pytest.param(lose_a_write, 1, marks=pytest.mark.slow),
         pytest.param(seem_lost, 0, marks=pytest.mark.slow),
     ],

@@ -80,14 +80,14 @@ def test_prompts_of_which_one_token_is_left_run_as_decodes(monkeypatch):
     """Their last chunks, beside decodes and alone: with the tokens, and the logprobs, of any other step."""
     runner, want = _device_runner(4), drive(_cpu_runner(4), chunk_len=1, lag=0, options=PLAIN_OPTIONS)
     forwards: list[bool] = []
-    chunks, decodes = runner._chunks.launch, runner._launch_as_decodes
+    chunks, decodes = runner.forwards.chunks.launch, runner._launch_as_decodes
 
     def chunks_noted(rows, segments, *others):
         forwards.append(all(len(segment.ids) == 1 and segment.sample is not None for segment in segments))
         return chunks(rows, segments, *others)
 
     num = iter(range(1000))
-    monkeypatch.setattr(runner._chunks, "launch", chunks_noted)
+    monkeypatch.setattr(runner.forwards.chunks, "launch", chunks_noted)
     monkeypatch.setattr(runner, "_launch_as_decodes", lambda *inputs: (next(num), decodes(*inputs))[1])
     got = drive(runner, chunk_len=1, lag=2, options=PLAIN_OPTIONS)
     check_same(got, want, atol=logprob_tolerance(MODEL))

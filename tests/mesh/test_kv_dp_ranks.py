@@ -61,7 +61,7 @@ async def through_both(both: list[Side], number: int, writing: asyncio.Lock) -> 
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("backend", ["simulated", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["simulated", pytest.param("cpu", marks=pytest.mark.full)])
 async def test_outputs_are_those_of_one_group(backend: str, sizes: tuple[int, int]) -> None:
     fields: dict[str, object] = {}
     if backend == "cpu":

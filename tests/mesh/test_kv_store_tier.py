@@ -201,7 +201,7 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
             await third.recite(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(400)
 async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]

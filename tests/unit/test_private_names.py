@@ -27,6 +27,12 @@ ALLOWED = {
     ("unit/test_launchers.py", "_load_module_from_path"): "Triton's own",
     ("unit/test_shared_masks.py", "_guides"): "guides that no executor has admitted",
     ("support/ahead_of_warm_up.py", "_TIMEOUT_S"): "a bound that is made larger",
+    ("kernels/test_page_copies.py", "_beside"): "buffers of a copy that a stand-in of a device counts",
+    ("kernels/test_device_runner.py", "_launch_as_decodes"): "which of two ways a step takes shows in nothing else",
+    **{
+        ("kernels/test_cuda_host_pool.py", name): "copies that stand-ins of a device hold between their start and end"
+        for name in ("_event", "_is_started", "_rows", "_saves")
+    },
     **{
         ("unit/test_mask_processes.py", name): "loses processes, their answers and rows under what sends to them"
         for name in ("_ends", "_free", "_host", "_parts", "_reader", "_row_of_slot", "_sent")
