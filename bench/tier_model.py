@@ -2,7 +2,7 @@
 
     python bench/tier_model.py                       # the 8B shape in bf16 on an H100, host memory at 48 GB/s
     python bench/tier_model.py --slowdown 0.5        # steps take half as long again while a load runs
-    python bench/tier_model.py --queue-ms 5          # who asks for loads waits until no more of them are left to do
+    python bench/tier_model.py --queue-ms 5          # the step thread waits while a stream has more than 5 ms of loads
     python bench/tier_model.py --ahead-ms 15         # steps wait for layers: they begin so long before a load is over
 
 The real planner and executor run; steps and loads take what --base-us and the like say, and a call of either side takes
