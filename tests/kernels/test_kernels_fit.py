@@ -123,7 +123,7 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     names = {launch["kernel"] for launch in launches}
     assert names >= {"_route_kernel", "_choose_slots_kernel", "_group_rows_kernel"}
     assert names >= {"_gate_up_kernel", "_down_kernel", "_combine_kernel"}
-    assert names >= {"_pack_kernel", "_own_routes_kernel", "_packed_places_kernel", "_add_parts_kernel"}
+    assert names >= {"_pack_kernel", "_own_routes_kernel", "_group_places_kernel", "_add_parts_kernel"}
     if 1 in sizes[3:]:
         assert names >= {"_router_logits_kernel", "_row_gate_up_kernel", "_row_down_kernel"}
     assert all(launch["stack"] <= 64 for launch in launches if "_row_" in launch["kernel"]), launches
@@ -135,7 +135,11 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
 def test_kernels_of_fp8_experts_compile_and_fit():
     launches = _compiled("fp8_experts", 7168, 2048, 256, 8, 1, 512, 4096)  # DeepSeek-V3
     launches += _compiled("fp8_experts", 128, 64, 8, 2, 1, 64)  # tiny-deepseek
-    assert {launch["kernel"] for launch in launches} >= {"_fp8_gate_up_kernel", "_fp8_down_kernel"}
+    assert {launch["kernel"] for launch in launches} >= {
+        "_fp8_gate_up_kernel",
+        "_fp8_down_kernel",
+        "_group_places_kernel",
+    }
     assert all(launch["shared"] <= _PROGRAM_SHARED and launch["stack"] == 0 for launch in launches), launches
 
 
