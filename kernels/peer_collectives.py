@@ -3,8 +3,8 @@
     own part -> own region -> flag to every peer (release)
                                flags of all peers (acquire) -> peers' regions -> sum, or parts side by side
 
-That is one shot: a rank reads R - 1 times what it has. Large sums of more than two ranks take two: each rank adds up one
-of R parts of a round, and reads the others' sums behind a second meeting, so that it reads less than twice what it has.
+That is one shot: a rank reads R - 1 times what it has. Large sums of more than two ranks take two: each rank adds up
+one of R parts of a round, and reads the others' sums behind a second meeting: less than twice what it has.
 
     own parts -> own region -> meet -> peers' regions -> sum of one part -> own results -> meet -> peers' results
 
@@ -15,7 +15,7 @@ Each of the two meetings of a large sum is a round in this; results have memory 
 when they come to the next meeting.
 
 A waiting program also reads a word in the host's memory: whoever sets it there has all programs leave, now and later,
-with results that mean nothing. Source: one-shot and two-shot all-reduce as in vLLM's and TensorRT-LLM's custom all-reduce.
+with results that mean nothing. Source: one-shot and two-shot all-reduce as in vLLM's and TensorRT-LLM's.
 
 Legend: T rows, N features, V vocabulary, R ranks.
 """
