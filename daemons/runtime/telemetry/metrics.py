@@ -376,7 +376,7 @@ class Metrics:
         self.kv_arrival_failures = make.counter(
             "radixmesh_kv_arrival_failures_total",
             by,
-            "Reserved KV transfers that brought nothing, by reason; cached: none was needed any more.",
+            "KV transfers that brought nothing, by reason; cached: none was needed.",
             ["reason"],
         )
         for reason in ("queue", "pages", "stalled", "lease", "left", "cancelled", "refused", "commit"):
