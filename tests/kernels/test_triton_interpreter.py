@@ -1,4 +1,4 @@
-"""What the interpreter was told to do faster gives what it gave before: reductions and scans by a kernel's function."""
+"""Reductions and scans by a kernel's own function, which the interpreter does faster here, are as they were."""
 
 from __future__ import annotations
 
