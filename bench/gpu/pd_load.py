@@ -182,18 +182,26 @@ async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
             field: getattr(state, field)
             for field in ("num_kv_handed_over", "num_kv_arrived", "num_kv_failed", "prefilled_tokens")
         }
+        told[name] |= _kv_figures(await metrics_of(mesh.cluster.address(name, 1, 9100)))
     for name in names(args, "worker"):
         lines = [json.loads(line) for line in mesh.cluster.recent_lines(name) if '"event": "kv_' in line]
         told[f"{name} says"] = [
             {key: line[key] for key in line if key not in _LOG_FIELDS} for line in lines if line["level"] != "debug"
         ]
-        found = await metrics_of(mesh.cluster.address(name, 1, 9100))
-        told[name] = {
-            key.removeprefix("radixmesh_kv_"): round(value, 4)
-            for key, value in found.items()
-            if "kv_transfer" in key and "_bucket" not in key and "_created" not in key and value
-        }
+        told[name] = _kv_figures(await metrics_of(mesh.cluster.address(name, 1, 9100)))
     return told
+
+
+def _kv_figures(found: dict[str, float]) -> dict[str, float]:
+    """Of transfers, among a daemon's metrics: counts, failures by reason, bytes and seconds by stage."""
+    return {
+        key.removeprefix("radixmesh_kv_"): round(value, 4)
+        for key, value in found.items()
+        if key.startswith(("radixmesh_kv_transfer", "radixmesh_kv_arrival", "radixmesh_kv_reservation"))
+        and "_bucket" not in key
+        and "_created" not in key
+        and value
+    }
 
 
 async def _hand_over(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
