@@ -151,7 +151,7 @@ class Ops(ABC):
         w_down_EDF: torch.Tensor,
         variant: ExpertVariant = SWIGLU,
     ) -> torch.Tensor:
-        """What its slot's expert makes of each row, where it lies; anything where no row is."""
+        """Results of each row by the expert of its slot, where the row lies; anything where no row is."""
         results_PXD = slot_experts_reference(rows, w_gate_up_E2FD, w_down_EDF, variant)
         self.gemm.changed()
         return results_PXD

@@ -105,9 +105,12 @@ class StepExecutor:
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
         self._last_steps[:] = 0
 
-    def reset(self) -> None:
-        """Empties slots, KV and page records: the group was formed anew. No step runs."""
+    def reset(self, *, keeps_kv: bool = False) -> None:
+        """Empties slots, KV and page records: the group was formed anew. No step runs. keeps_kv: only as the next epoch
+        does; records are those of completed steps."""
         assert not self._launched, "steps that were aborted have been finished"
+        if keeps_kv:
+            return
         self.table.clear()
         self.guides.clear()
         self.blobs.begin_epoch()
