@@ -217,7 +217,7 @@ async def test_an_older_worker_is_asked_when_the_step_is_over(
     behind_steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would find no KV in pages that are being computed."""
-    capabilities, start_of, asked = WorkerCore.capabilities, transfer_calls._start_of, []
+    capabilities, start_of, asked = WorkerCore.capabilities, transfer_calls.start_of, []
 
     def of_older(self: WorkerCore) -> worker_pb2.Capabilities:
         told = capabilities(self)
@@ -230,7 +230,7 @@ async def test_an_older_worker_is_asked_when_the_step_is_over(
         return start_of(rank, handover, part)
 
     monkeypatch.setattr(WorkerCore, "capabilities", of_older)
-    monkeypatch.setattr(transfer_calls, "_start_of", noted)
+    monkeypatch.setattr(transfer_calls, "start_of", noted)
     prompt = [3 + 7 * i % 90 for i in range(700)]
     async with pair(max_total_len=800, transfer_chunk_tokens=256) as both:
         result = await both.reserve(prompt=prompt)

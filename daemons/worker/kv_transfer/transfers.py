@@ -325,7 +325,7 @@ class KvTransfers:
         """Returns when the steps ahead of one are over. Copies behind steps, and the threads that wait for them, have
         one order: of several prompts, one that is computed by a later step would hold up the others' last chunks."""
         ahead = await self._started(lambda: executor.event_of(step - 1))
-        while not ahead.is_done:
+        while not ahead.is_done:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
     def _written_parts(self, regions: list[Region], epoch: int) -> list[WrittenPart]:
