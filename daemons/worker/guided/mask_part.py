@@ -122,7 +122,7 @@ class MaskPart:
         self.state = PartState.STARTING
         self.link: MaskLink | None = None
         self.is_awaited = False
-        """It was sent tokens since its last masks came."""
+        """Tokens were on their way to it since its last masks came."""
         self.told_s = self.sent_s = 0.0
         """When the last tokens came, and when they were on their way, by the clock of perf_counter()."""
         self._is_gone = False
@@ -162,7 +162,6 @@ class MaskPart:
     def send_tokens(self, moves: IntArray, told_s: float) -> None:
         """moves: rows of this part, their serials and tokens, int32 [outputs, 3]. Called with the lock held."""
         if self.state is PartState.LIVE and self.link is not None:
-            self.is_awaited = True
             self.link.send(frame(Kind.TOKENS, moves.tobytes()))
             self.told_s, self.sent_s = told_s, time.perf_counter()
 

@@ -180,9 +180,16 @@ class ProcessGuides(Guides):
             shared.rows.add(rows, tokens)
             moves = np.stack((rows, serials, tokens), axis=1)
             ends = np.searchsorted(rows, self._firsts).tolist()
-            for part, start, end in zip(self._parts, ends[:-1], ends[1:], strict=True):
-                if start < end:
-                    part.send_tokens(moves[start:end], told_s)
+            of_parts = [
+                (part, moves[start:end])
+                for part, start, end in zip(self._parts, ends[:-1], ends[1:], strict=True)
+                if start < end
+            ]
+            # Ahead of the first frame: a process may report before the next one has its tokens.
+            for part, _ in of_parts:
+                part.is_awaited = part.state is PartState.LIVE
+            for part, of_part in of_parts:
+                part.send_tokens(of_part, told_s)
 
     def fail(self, rows: IntArray, serials: IntArray, error: Exception) -> None:
         """Outputs that had these rows end."""
