@@ -193,9 +193,10 @@ def _kills(parts: Mapping[str, Any]) -> list[str]:
             f"without a token. The process listens after {stages['listening']:.1f} s, has its weights after "
             f"{stages['weights_loaded']['at_s']:.1f}, kernels after {stages['kernels_compiled']['at_s']:.1f}, graphs "
             f"after {stages['graphs_captured']['at_s']:.1f}, and the group is formed after "
-            f"{stages['group_formed']:.1f}. {len(seen)} of 18 cells of the fault matrix (ranks and the scheduler, killed or "
-            f"stopped; TP 2 and DP 2 + EP 2) ran beside each other on two GPUs: {failed} answers failed, lost or repeated a token, longest "
-            f"stall {longest:.1f} s. Not seen: {matrix['not_seen'].split('.')[0]}."
+            f"{stages['group_formed']:.1f}. {len(seen)} of 18 cells of the fault matrix (ranks and the scheduler, "
+            "killed or stopped; TP 2 and DP 2 + EP 2) ran beside each other on two GPUs: "
+            f"{failed} answers failed, lost or repeated a token, longest stall {longest:.1f} s. "
+            f"Not seen: {matrix['not_seen'].split('.')[0]}."
         ),
         "",
     ]
