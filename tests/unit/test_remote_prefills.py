@@ -366,3 +366,12 @@ def test_a_reservation_that_waits_for_room_is_renewed_and_given_up_in_time() -> 
     world.now = 60.0
     world.remote.tick(world.now)
     assert not len(world.remote) and world.told()[-1] == (True, 0) and not link.cancelled
+
+
+def test_a_move_that_waits_for_room_ends_with_the_group_that_has_its_kv() -> None:
+    """Another one could send nothing of it: the target computes what it lacks at once."""
+    world, source = moving(num_ids=2)
+    assert move(world, source) is MoveWay.KV
+    source.is_group_serving = False
+    world.remote.tick(0.1)
+    assert not len(world.remote) and world.told()[-1] == (True, 0) and not source.prefills

@@ -211,8 +211,9 @@ class RemotePrefills:
             if found.is_sending:
                 continue
             is_late = now - found.since >= self._timeout_s
-            # One that waits for room may go elsewhere when that is there.
-            if is_late or (found.is_begun and not found.prefill.is_group_serving):
+            # A prompt that waits for room may go elsewhere when that is there; KV of a move is nowhere else.
+            is_lost = not found.prefill.is_group_serving and (found.is_begun or found.is_move)
+            if is_late or is_lost:
                 # A scheduler would begin anew with its next worker: that takes longer to load than any prompt.
                 self._cancel(found)
                 self._give_up(transfer_id, found, is_known=True)
