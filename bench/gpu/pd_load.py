@@ -345,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--model", type=Path, default=None, help="a folder, instead of a shape with random weights")
-    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu", "simulated"))
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--layouts", nargs="+", default=["pairs", "mixed"], choices=("pairs", "mixed"))
     parser.add_argument("--mixed", dest="layouts", action="store_const", const=["mixed"], help="replicas alone")
