@@ -22,12 +22,16 @@ from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.transfers import transfer_calls
 from radixmesh.daemons.scheduler.transfers.arrival import Arrival, ArrivalFailure, ArrivalState
+from radixmesh.daemons.scheduler.transfers.handovers import Handover
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from radixmesh.worker.v1 import worker_pb2
 
 TIMEOUT_S = 60.0
 PROMPT = [3 + 7 * i % 90 for i in range(49)]
@@ -205,6 +209,38 @@ async def test_many_prompts_at_once_wait_for_room_and_none_is_computed_twice(sho
             assert planner.arrivals.num_arrived == 12
             assert planner.arrivals.failures == {ArrivalFailure.CANCELLED: 1}, "the first one"
             assert planner.counters.prefilled_tokens <= 24 and 2 <= most <= 5
+        await until(both.is_clean)
+
+
+@pytest.mark.parametrize("behind_steps", [True, False])
+async def test_an_older_worker_is_asked_when_the_step_is_over(
+    behind_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find no KV in pages that are being computed."""
+    capabilities, start_of, asked = WorkerCore.capabilities, transfer_calls.start_of, []
+
+    def of_older(self: WorkerCore) -> worker_pb2.Capabilities:
+        told = capabilities(self)
+        told.sends_behind_steps &= behind_steps
+        return told
+
+    def noted(rank: WorkerStream, handover: Handover, part: object) -> object:
+        oldest = handover.state.in_flight.oldest
+        asked.append(oldest is not None and oldest.plan.step_id <= handover.after_step)
+        return start_of(rank, handover, part)
+
+    monkeypatch.setattr(WorkerCore, "capabilities", of_older)
+    monkeypatch.setattr(transfer_calls, "start_of", noted)
+    prompt = [3 + 7 * i % 90 for i in range(700)]
+    async with pair(max_total_len=800, transfer_chunk_tokens=256) as both:
+        result = await both.reserve(prompt=prompt)
+        first = await both.prefill(result.target, prompt)
+        rest = await both.decode(first.tokens, prompt=prompt)
+        assert first.tokens + rest.tokens == await alone(both, prompt)
+        assert rest.finished.usage.cached_tokens == 700 and both.planner(0).handovers.num_chunks > 1
+        # That of the last chunk at least is asked for with its step.
+        assert len(asked) == both.planner(0).handovers.num_chunks and asked[-1] == behind_steps
+        assert behind_steps or not any(asked)
         await until(both.is_clean)
 
 

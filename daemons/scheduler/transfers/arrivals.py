@@ -23,6 +23,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match
 from radixmesh.daemons.scheduler.pages.integrity import quarantine
 from radixmesh.daemons.scheduler.planning.admission.rank_placement import arrival_ranks
@@ -30,6 +31,8 @@ from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.transfers.arrival import Arrival, ArrivalFailure, ArrivalRoom, ArrivalState
+
+log = get_logger(__name__)
 
 MAX_ARRIVALS = 1024
 """Transfers that one scheduler waits for at a time, those without room among them."""
@@ -193,6 +196,7 @@ class KvArrivals:
         if arrival is not None:
             arrival.expected = [s for s in arrival.expected if s.lifecycle is Lifecycle.WAITING]
             arrival.expected.append(sequence)
+            log.debug("kv_request_came", transfer=arrival.transfer_id, attempt=sequence.submission.attempt)
 
     def may_pass(self, sequence: Sequence) -> bool:
         """True for a request that waits for no transfer (any more). Any other is parked."""
@@ -318,6 +322,13 @@ class KvArrivals:
                 self.failed(state, arrival, ArrivalFailure.PAGES)
                 return True
         return False
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A request took a slot."""
+        if sequence.submission.transfer_id in self._arrivals:
+            log.debug(
+                "kv_request_admitted", transfer=sequence.submission.transfer_id, attempt=sequence.submission.attempt
+            )
 
     def pass_time(self, state: EpochState, now: float) -> None:
         """Ends what takes too long, and lets go of what its request has taken. Call before each plan."""

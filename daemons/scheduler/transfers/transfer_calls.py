@@ -318,7 +318,7 @@ class TransferCalls:
                     await asyncio.sleep(_ROOM_POLL_S)
                 await together(
                     [
-                        ranks[part.writer].transport.start_transfer(_start_of(ranks[part.writer], handover, part))
+                        ranks[part.writer].transport.start_transfer(start_of(ranks[part.writer], handover, part))
                         for part in parts
                     ]
                 )
@@ -413,7 +413,8 @@ def _target_parts(target: KvTarget) -> list[_TargetPart]:
     return parts
 
 
-def _start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> worker_pb2.StartTransferRequest:
+def start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> worker_pb2.StartTransferRequest:
+    """Asks a rank for its part of a chunk."""
     return worker_pb2.StartTransferRequest(
         transfer_id=part.region.transfer_id,
         epoch=rank.epoch,
