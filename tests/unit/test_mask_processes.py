@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided import mask_link, mask_part, process_guides
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.mask_frames import HEAD, Admission, FrameReader, Kind, frame, ints
 from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
 from radixmesh.daemons.worker.guided.mask_server import MaskServer, ReportedMasks, Reports
@@ -319,6 +321,20 @@ def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
     assert sent.count(Kind.GRAMMAR) == 5 and sent.count(Kind.DROP) == 4, sent
 
 
+class _Watched:
+    """A socket; threads: names of those that sent."""
+
+    def __init__(self, inner: socket.socket, threads: set[str]) -> None:
+        self._inner, self._threads = inner, threads
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def send(self, data: memoryview) -> int:
+        self._threads.add(threading.current_thread().name)
+        return self._inner.send(data)
+
+
 def test_what_is_large_is_sent_by_another_thread_and_in_order(
     outputs: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,11 +345,7 @@ def test_what_is_large_is_sent_by_another_thread_and_in_order(
         part._sent.clear()
         link = part.link
         assert link is not None
-        monkeypatch.setattr(
-            link,
-            "_try",
-            lambda data, attempt=link._try: (threads.add(threading.current_thread().name), attempt(data))[1],
-        )
+        monkeypatch.setattr(link, "socket", _Watched(link.socket, threads))
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     for _ in range(4):
@@ -428,7 +440,7 @@ def test_an_output_of_before_that_begins_late_leaves_others_their_grammars(monke
     admit = ints(*Admission(row=0, serial=1, grammar=1, position=1, has_mask=0))
     late: list[Guide] = []
     with monkeypatch.context() as held:
-        held.setattr(server._filler, "begin", late.append)
+        held.setattr(MaskFiller, "begin", lambda _, guide: late.append(guide))
         server.take(Kind.GRAMMAR, ints(1) + backend().compile(SOURCES[0]))
         server.take(Kind.ADMIT, admit)
     server.attach(ReportedMasks(words[1:], Nowhere()))
