@@ -83,7 +83,8 @@ def _settings(backend: str) -> dict[str, dict[str, object]]:
     if backend == "cpu":
         return {"worker-rank-1": {"cpu_threads": 1}}
     num_gpus = max(1, torch.cuda.device_count())
-    cuda = {"backend": "cuda", "dtype": "float32"}
+    # So many pages, so that cells may run beside each other.
+    cuda = {"backend": "cuda", "dtype": "float32", "num_pages": 8192}
     return {"worker": {**cuda, "cuda_device": 0}, "worker-rank-1": {**cuda, "cuda_device": 1 % num_gpus}}
 
 

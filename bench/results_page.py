@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from results_files import read, table, wrapped
+from results_four import four_gpus
 from results_kernels import attention, gemm
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
@@ -83,6 +84,7 @@ def page() -> str:
             kv_transfers,
             two_gpus,
             ranks,
+            four_gpus,
             draft_networks,
             guided,
             fp8_pages,

@@ -12,6 +12,10 @@ from hypothesis import settings
 # Modules of support that hold tests: their assertions show values too. Before they are imported.
 pytest.register_assert_rewrite("support.runner_contract")
 
+# torch's store asks for the name of "::ffff:127.0.0.1" when it connects. Where a nameserver loses one answer in fifty,
+# a group of ranks stood 5 s for it. Set before anything is resolved; daemons inherit it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+
 # Two shared cores: a slow example says nothing about the code. pytest's own timeout catches a hang.
 settings.register_profile("mesh", deadline=None)
 settings.load_profile("mesh")

@@ -31,6 +31,8 @@ from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives.member import CollectiveMember
 from radixmesh.daemons.worker.cuda.device import CudaDevice
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
+from radixmesh.daemons.worker.cuda.ranks.device_group import DeviceGroup
+from radixmesh.daemons.worker.cuda.ranks.peer_group import PeerGroup
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
 from radixmesh.kernels.peer_collectives import (
     ABORT_ADDRESS,
@@ -146,6 +148,7 @@ def run_rank(args: argparse.Namespace) -> None:
         group = create_device_group(args.transport, member.group, device)
         group.form()
         for rows in _ROWS:
+            _check_sum(group, rows, device.torch_device)
             x, residual = (torch.zeros(rows, _HIDDEN, dtype=torch.bfloat16, device=device.torch_device) for _ in "xr")
 
             def work(x: torch.Tensor = x, residual: torch.Tensor = residual) -> torch.Tensor:
@@ -172,6 +175,28 @@ def run_rank(args: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
     # A communicator that graphs hold would be waited for.
     os._exit(0)
+
+
+def _check_sum(group: DeviceGroup, rows: int, device: torch.device) -> None:
+    """Of random parts: that of this project's kernels bit for bit."""
+    parts = [
+        torch.randn(rows, _HIDDEN, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
+        for rank in range(group.size + 1)
+    ]
+    *of_ranks, got = parts
+    want = got.float()
+    got = got.clone()
+    group.add_reduced(of_ranks[group.rank].clone(), got)
+    total = torch.zeros_like(want)
+    for part in of_ranks:
+        total += part.float()
+    want += total
+    is_right = (
+        torch.equal(got, want.bfloat16())
+        if isinstance(group, PeerGroup)
+        else torch.allclose(got.float(), want, rtol=0.05, atol=0.2)
+    )
+    assert is_right, f"{rows} rows: {(got.float() - want).abs().max()} off"
 
 
 def sums(args: argparse.Namespace) -> dict[str, object]:

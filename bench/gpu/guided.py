@@ -8,7 +8,8 @@ rest with the same rows of the free run. The schema's array cannot end within a 
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
 because their masks came late. mask_stages: with --stages, of all runs, from the moment that tokens are known. masks:
 compilation, cache and fills in this process, one thread. jump_forward: one stream whose schema is mostly keys, without
-and with drafts of forced text.
+and with drafts of forced text. part_seconds: what each part takes. Most of it starts workers, compiles and writes texts
+by tools' schemas; --temperatures 1 0, --runs 3 and --tools 20 take twice as long.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ def array_of(properties: Mapping[str, object], num_tokens: int) -> str:
 
 async def measure(args: argparse.Namespace, kept: Kept) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, parts = Path(name), _PartSeconds(kept)
         model = args.model or write_shape(args.shape, folder)
         if args.model is None:
             write_vocabulary(model, json.loads((model / "config.json").read_text())["vocab_size"])
         vocabulary = vocabulary_of(model)
         backend = load_backend("xgrammar", vocabulary)
+        parts.over("vocabulary")
         kept.note(
             command=" ".join(["python", *sys.argv]),
             machine=f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
@@ -85,11 +87,36 @@ async def measure(args: argparse.Namespace, kept: Kept) -> None:
             rows=args.rows,
             tokens=args.tokens,
         )
+        names = [] if args.model is not None else _spelled_names(vocabulary, 6, 24)
+        keys = {name: {"enum": ["yes", "no"]} for name in names} or _KEYS
+        forced = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(keys, args.tokens)))
+        without: dict[str, object] | None = None
         if not args.only_jumps:
-            kept.note(**await _through_mesh(args, folder, model, backend, vocabulary, kept))
-            kept.note(masks=await _masks(args, model, vocabulary))
+            found, without = await _through_mesh(args, folder, model, backend, forced, kept)
+            kept.note(**found)
+            parts.over("mesh")
         if args.jump_forward:
-            kept.note(jump_forward=await _jump_forward(args, folder, model, backend, vocabulary))
+            kept.note(jump_forward=await _jump_forward(args, folder, model, backend, forced, without))
+            parts.over("jump_forward")
+        if not args.only_jumps:
+            kept.note(masks=await _masks(args, model, vocabulary))
+            parts.over("masks")
+
+
+class _PartSeconds:
+    """Notes how long each part of the benchmark takes."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept, self._since_s = kept, time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def over(self, name: str) -> None:
+        """A part is over, and the next one begins."""
+        now_s = time.monotonic()
+        self._seconds[name] = round(now_s - self._since_s, 1)
+        self._since_s = now_s
+        self._kept.note(part_seconds=self._seconds)
+        print(json.dumps(self._seconds), file=sys.stderr, flush=True)
 
 
 async def _through_mesh(
@@ -97,9 +124,10 @@ async def _through_mesh(
     folder: Path,
     model: Path,
     backend: GrammarBackend,
-    vocabulary: GuidedVocabulary,
+    forced: bytes,
     kept: Kept,
-) -> dict[str, object]:
+) -> tuple[dict[str, object], dict[str, object] | None]:
+    """Its results, and those of one stream with the grammar `forced`, if anybody asks for them."""
     artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, args.tokens)))
     results: dict[str, object] = {}
     async with _Daemons(folder / "mesh", args, model, jump_forward_tokens=0) as mesh:
@@ -128,17 +156,19 @@ async def _through_mesh(
             kept.note(**results)
             print(json.dumps(results), file=sys.stderr, flush=True)
         checked = _check(backend, artefact, mesh.guided_outputs)
+        without = await _one_stream(args, mesh, backend, forced) if args.jump_forward else None
         lines = mesh.log("worker").splitlines()
         late = [line for line in lines if "kernel_compiled_late" in line]
         stages = [json.loads(line)["until_ms"] for line in lines if '"masks_filled"' in line]
         published = [json.loads(line)["until_ms"] for line in lines if '"masks_published"' in line]
-    return {
+    found = {
         "start_s": round(mesh.start_s, 2),
         "late_compiles": [short_line(json.loads(line)) for line in late],
         **results,
         "outputs_checked": checked,
         "mask_stages_ms_p50_p99": _stages(stages, _STAGES) | _stages(published, _STAGES_OF_PROCESSES),
     }
+    return found, without
 
 
 class _Daemons:
@@ -195,6 +225,7 @@ class _Daemons:
         num_tokens: int = 0,
     ) -> dict[str, object]:
         """Rows of `parts` (how many, by which grammar) all at once, each of `num_tokens`, 0 = those of args."""
+        timeout_s = args.timeout_s
         self._num_runs += 1
         num_tokens = num_tokens or args.tokens
         rng = np.random.default_rng(self._num_runs)
@@ -212,6 +243,10 @@ class _Daemons:
                 )
                 for name, (_, grammar) in parts.items()
             }
+            for name, (_, grammar) in parts.items():
+                # Of a request of its own: a router sends a grammar, megabytes, once to a scheduler.
+                await streams[name].submit(_prompts(rng, 1, args.prompt), 1, grammar=grammar)
+                await streams[name].until(num_finished=1, timeout_s=timeout_s)
             await asyncio.sleep(0.3)
             cpu_before = cpu_s(self._processes.pid("worker"))
             threads_before = _thread_cpu_s(self._processes.pid("worker"))
@@ -220,7 +255,7 @@ class _Daemons:
             for name, (num_rows, grammar) in parts.items():
                 await streams[name].submit(_prompts(rng, num_rows, args.prompt), num_tokens, grammar=grammar)
             for name, (num_rows, _) in parts.items():
-                await streams[name].until(num_finished=num_rows, timeout_s=args.timeout_s)
+                await streams[name].until(num_finished=1 + num_rows, timeout_s=timeout_s)
             after_busy, after_steps = await device_steps(self._metrics)
             cores = (cpu_s(self._processes.pid("worker")) - cpu_before) / (time.monotonic() - start)
         threads = _thread_cpu_s(self._processes.pid("worker"))
@@ -230,7 +265,7 @@ class _Daemons:
         ]
         wall = max(stream.last_token_at for stream in streams.values()) - start
         total = sum(num_rows for num_rows, _ in parts.values()) * num_tokens
-        assert sum(stream.num_tokens for stream in streams.values()) == total
+        assert sum(stream.num_tokens for stream in streams.values()) == total + len(streams)
         for name, (_, grammar) in parts.items():
             if grammar:
                 self.guided_outputs += streams[name].outputs().values()
@@ -278,21 +313,34 @@ async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabu
 
 
 async def _jump_forward(
-    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend, vocabulary: GuidedVocabulary
+    args: argparse.Namespace,
+    folder: Path,
+    model: Path,
+    backend: GrammarBackend,
+    forced: bytes,
+    without: dict[str, object] | None,
 ) -> dict[str, object]:
-    names = [] if args.model is not None else _spelled_names(vocabulary, 6, 24)
-    keys = {name: {"enum": ["yes", "no"]} for name in names} or _KEYS
-    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(keys, args.tokens)))
+    """One stream with drafts of forced text, beside one without (None: it has not run yet)."""
     results: dict[str, object] = {}
     for drafts in (0, args.jump_forward):
+        if not drafts and without is not None:
+            results["drafts 0"] = without
+            continue
         async with _Daemons(folder / f"jump-{drafts}", args, model, jump_forward_tokens=drafts, num_slots=16) as mesh:
-            await mesh.run(args, {"warm-up": (1, artefact)}, num_tokens=8)
-            rows = [await mesh.run(args, {"one": (1, artefact)}, num_tokens=2 * args.tokens) for _ in range(args.runs)]
-            _check(backend, artefact, mesh.guided_outputs)
-            best = max(rows, key=_speed)
-            results[f"drafts {drafts}"] = {**best, "runs": [row["out_tok_s"] for row in rows]}
+            row = await _one_stream(args, mesh, backend, forced)
+            results[f"drafts {drafts}"] = {**row, "start_s": round(mesh.start_s, 2)}
     speeds = [_speed(dict(row)) for row in results.values() if isinstance(row, dict)]
     return {**results, "ratio": round(speeds[1] / speeds[0], 3)}
+
+
+async def _one_stream(
+    args: argparse.Namespace, mesh: _Daemons, backend: GrammarBackend, forced: bytes
+) -> dict[str, object]:
+    num_before = len(mesh.guided_outputs)
+    await mesh.run(args, {"warm-up": (1, forced)}, num_tokens=8)
+    rows = [await mesh.run(args, {"one": (1, forced)}, num_tokens=2 * args.tokens) for _ in range(args.runs)]
+    _check(backend, forced, mesh.guided_outputs[num_before:])
+    return {**max(rows, key=_speed), "runs": [row["out_tok_s"] for row in rows]}
 
 
 def _spelled_names(vocabulary: GuidedVocabulary, num: int, length: int) -> list[str]:
@@ -365,13 +413,13 @@ def main() -> None:
     parser.add_argument("--among", type=int, default=None, help="guided rows of the mixed run; a quarter")
     parser.add_argument("--tokens", type=int, default=256, help="length of every output")
     parser.add_argument("--prompt", type=int, default=128, help="length of every prompt")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--tools", type=int, default=20, help="tool definitions that masks are measured with")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--tools", type=int, default=6, help="tool definitions that masks are measured with")
     parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="most forced tokens a step")
     parser.add_argument("--stages", action="store_true", help="the worker logs how long each stage of masks takes")
     parser.add_argument("--only-jumps", action="store_true", help="nothing but --jump-forward")
-    parser.add_argument("--timeout-s", type=float, default=100.0)
+    parser.add_argument("--timeout-s", type=float, default=40.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
     parser.add_argument(
         "--results", type=Path, default=None, metavar="FILE", help="what is known so far, after each part"

@@ -5,6 +5,10 @@
     python bench/gpu/pd_load.py --shape llama-3.1-8b --pairs 2 --loads streams --streams 64 --prompt 4096 --out 256
     python bench/gpu/pd_load.py --backend cpu --model compose/models/tiny-llama --loads hand-over prompts streams
         --streams 4 --decode-prompt 4 --prompt 40 --out 20 --rates 0 4 --seconds 6
+    python bench/gpu/pd_load.py --backend simulated --model compose/models/tiny-llama --loads streams --streams 32
+        --requests 96 --prompt 1024 --out 64 --staging-bytes 58000 --worker simulated_base_us=56000
+        simulated_decode_row_us=80 simulated_prefill_token_us=190 max_tokens_per_step=2048 num_slots=128
+        num_pages=200000 max_total_len=2048
 
 --pairs K: K prefill workers and K decode workers, each with a scheduler of its own and, on GPUs, a GPU of its own.
 --layouts: `pairs`, and `mixed`: the same daemons, whose schedulers get the role `both` while they run: replicas with
@@ -18,7 +22,9 @@ within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `st
 tokens, by --streams clients.
 
 Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
-output. transfers: as daemons count them, since their start. --results: file of what is known so far, after each load.
+output. transfers: as daemons count them, since their start, failed ones by reason and seconds by stage; sent and
+received from the first chunk on, with the steps of the prefill between chunks. --results: file of what is known so far,
+after each load.
 """
 
 from __future__ import annotations
@@ -182,18 +188,26 @@ async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
             field: getattr(state, field)
             for field in ("num_kv_handed_over", "num_kv_arrived", "num_kv_failed", "prefilled_tokens")
         }
+        told[name] |= _kv_figures(await metrics_of(mesh.cluster.address(name, 1, 9100)))
     for name in names(args, "worker"):
         lines = [json.loads(line) for line in mesh.cluster.recent_lines(name) if '"event": "kv_' in line]
         told[f"{name} says"] = [
             {key: line[key] for key in line if key not in _LOG_FIELDS} for line in lines if line["level"] != "debug"
         ]
-        found = await metrics_of(mesh.cluster.address(name, 1, 9100))
-        told[name] = {
-            key.removeprefix("radixmesh_kv_"): round(value, 4)
-            for key, value in found.items()
-            if "kv_transfer" in key and "_bucket" not in key and "_created" not in key and value
-        }
+        told[name] = _kv_figures(await metrics_of(mesh.cluster.address(name, 1, 9100)))
     return told
+
+
+def _kv_figures(found: dict[str, float]) -> dict[str, float]:
+    """Of transfers, among a daemon's metrics: counts, failures by reason, bytes and seconds by stage."""
+    return {
+        key.removeprefix("radixmesh_kv_"): round(value, 4)
+        for key, value in found.items()
+        if key.startswith(("radixmesh_kv_transfer", "radixmesh_kv_arrival", "radixmesh_kv_reservation"))
+        and "_bucket" not in key
+        and "_created" not in key
+        and value
+    }
 
 
 async def _hand_over(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
@@ -337,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--model", type=Path, default=None, help="a folder, instead of a shape with random weights")
-    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu", "simulated"))
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--layouts", nargs="+", default=["pairs", "mixed"], choices=("pairs", "mixed"))
     parser.add_argument("--mixed", dest="layouts", action="store_const", const=["mixed"], help="replicas alone")

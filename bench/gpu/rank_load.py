@@ -7,8 +7,11 @@
 tokens of their own. They are computed first (prefill_s), then each goes on for --out tokens. steady_tok_s: between 30%
 and 90% of them.
 --kill RANK: that one is killed (SIGKILL) amid the last of them and started again; longest_gap_s is the longest time
-without any token, and all tokens have to come. device_busy: by rank, share of the time in which its steps ran, with
-the first steps, in which prompts are admitted; steady_busy: the same from 30% of the tokens on to 90%. admission_s:
+without any token, and all tokens have to come. stages: when things came, in seconds after the kill: by
+the logs of the scheduler, of the rank that is back (from its first line, "listening": what is before it is imports) and
+of another one; the token that ended the longest gap; and the graphs that ranks captured between steps since: when,
+rows, seconds. device_busy: by rank, share of the time in which its steps ran, with the first steps, in which prompts
+are admitted; steady_busy: the same from 30% of the tokens on to 90%. admission_s:
 until every row had its first token. scheduler_s: seconds in which the scheduler planned, and took results in.
 late_compiles: kernels for which steps waited, by rank.
 --router-skew K: of random weights (or of a copy of --model), the logits of expert e of E are multiplied by exp(K x (1 /
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +76,16 @@ class Ranks:
             self._model = skewed(args.model, folder, args.router_skew) if args.router_skew else args.model
         self.metrics = [f"127.0.0.1:{free_port()}" for _ in range(args.ranks)]
         self.names = [f"rank-{rank}" for rank in range(args.ranks)]
+
+    def since(self, name: str, began: float) -> list[dict[str, object]]:
+        """Lines of a daemon's log from a time on (that of time.time()), each with the seconds since then."""
+        lines = []
+        for text in (self._folder / f"{name}.log").read_text().splitlines():
+            if text.startswith("{") and "ts" in (fields := json.loads(text)):
+                at_s = datetime.fromisoformat(fields["ts"]).timestamp() - began
+                if at_s >= 0:
+                    lines.append({"at_s": round(at_s, 3), **short_line(fields)})
+        return lines
 
     async def start(self, rank: int) -> None:
         (self._folder / f"{self.names[rank]}.address").unlink(missing_ok=True)
@@ -236,9 +250,10 @@ async def _run(
         started = time.monotonic()
         gaps = Gaps(stream)
         await stream.submit(prompts, args.out)
-        restart = None
+        restart, killed = None, 0.0
         if kill is not None:
             await stream.until(num_tokens=num_rows * args.out // 3, timeout_s=args.timeout_s)
+            killed = time.time()
             restart = await _kill(processes, ranks, kill)
         steady = []
         for share in (0.3, 0.9) if kill is None else ():
@@ -269,7 +284,25 @@ async def _run(
         "late_compiles": [ranks.late_compiles(rank)[num:] for rank, num in enumerate(num_late)],
         "longest_gap_s": round(gaps.longest_s, 3),
         **({} if restart is None else {"killed_rank": kill, "rank_back_s": round(restart, 2)}),
+        **({} if kill is None else {"stages": _stages(ranks, scheduler.name, kill, killed, gaps)}),
     }
+
+
+def _stages(ranks: Ranks, scheduler: str, kill: int, killed: float, gaps: Gaps) -> dict[str, object]:
+    """When each event came first, in seconds after the kill."""
+    other = ranks.names[(kill + 1) % len(ranks.names)]
+    logs = {name: ranks.since(name, killed) for name in (scheduler, ranks.names[kill], other)}
+    stages: dict[str, object] = {}
+    for name, lines in logs.items():
+        firsts: dict[str, object] = {}
+        for line in lines:
+            took = {key: line[key] for key in ("seconds", "captures_s", "waited_s", "adopted_tokens") if key in line}
+            firsts.setdefault(str(line["event"]), {"at_s": line["at_s"], **took} if took else line["at_s"])
+        stages[name] = firsts
+    captured = [line for line in logs[other] if line["event"] == "graph_captured"]
+    stages["graphs"] = [[line[key] for key in ("at_s", "rows", "seconds")] for line in captured]
+    stages["first_token"] = round(gaps.ended - killed, 3)
+    return stages
 
 
 def _shares(begin: tuple[float, list[float]], end: tuple[float, list[float]]) -> list[float]:
@@ -282,6 +315,8 @@ class Gaps:
 
     def __init__(self, stream: BulkStream) -> None:
         self.longest_s = 0.0
+        self.ended = 0.0
+        """When the longest one ended, as time.time()."""
         self._task = asyncio.create_task(self._follow(stream))
 
     async def _follow(self, stream: BulkStream) -> None:
@@ -289,7 +324,8 @@ class Gaps:
         while True:
             now = time.monotonic()
             if stream.num_tokens > seen:
-                self.longest_s = max(self.longest_s, now - last if seen else 0.0)
+                if seen and now - last > self.longest_s:
+                    self.longest_s, self.ended = now - last, time.time()
                 seen, last = stream.num_tokens, now
             await asyncio.sleep(0.005)
 

@@ -48,6 +48,7 @@ class BulkStream:
         self.error: BaseException | None = None
         self.first_token_at = self.last_token_at = 0.0
         """On the monotonic clock; 0 until there is one."""
+        self._hash_of_grammar: dict[bytes, str] = {}
         self._cache_salt, self._temperature, self._keeps_outputs = cache_salt, temperature, keeps_outputs
         self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
         self._outputs: list[scheduler_pb2.TokenBatch] = []
@@ -76,8 +77,11 @@ class BulkStream:
     ) -> None:
         """Requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
         logprobs are asked for, by number of the prompt; others ask for no logprobs. Seeds are the numbers of requests
-        in the stream. grammar: artefact that all of them follow; empty = none."""
-        grammar_hash = hashlib.sha256(grammar).hexdigest() if grammar else ""
+        in the stream. grammar: artefact that all of them follow, sent once a stream, as by a router; empty = none."""
+        is_new = bool(grammar) and grammar not in self._hash_of_grammar
+        if is_new:
+            self._hash_of_grammar[grammar] = hashlib.sha256(grammar).hexdigest()
+        grammar_hash = self._hash_of_grammar[grammar] if grammar else ""
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         index = 0
         for start in range(0, len(prompts), _FRAME_OF):
@@ -102,7 +106,7 @@ class BulkStream:
                     stop=common_pb2.StopParams(max_tokens=length, ignore_eos=True),
                     grammar_hash=grammar_hash,
                 )
-            if grammar and not start:
+            if is_new and not start:
                 frame.submits[0].blobs.add(hash=grammar_hash, data=grammar)
             await self._call.write(frame)
 

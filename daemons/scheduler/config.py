@@ -85,6 +85,8 @@ class SchedulerSettings(CommonSettings):
         "decode (takes their KV), or both (whole requests, no transfers)")  # fmt: skip
     transfer_timeout_s: float = setting(3.0, "seconds without progress after which a request computes the KV that it "
         "waits for")  # fmt: skip
+    transfer_queue_s: float = setting(30.0, "seconds for which a prompt waits for room (pages, a slot, staging) before "
+        "its KV is computed elsewhere; then it is computed here")  # fmt: skip
     transfer_chunk_tokens: int = setting(2048, "computed tokens of a prompt from which on their KV is sent to another "
         "group while the rest is computed, by multiples of 256; 0: all at the end")  # fmt: skip
     kv_write_policy: str = setting("write_through", "when KV is saved to the workers' host memory (--host-kv-bytes): "
@@ -147,6 +149,8 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(f"--transfer-chunk-tokens must be >= 0, not {self.transfer_chunk_tokens}")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"--transfer-timeout-s must be > 0, not {self.transfer_timeout_s}")
+        if self.transfer_queue_s <= 0:
+            raise ValueError(f"--transfer-queue-s must be > 0, not {self.transfer_queue_s}")
         if min(self.kv_write_hits, self.kv_load_min_tokens, self.kv_fetch_min_tokens) < 1:
             raise ValueError("--kv-write-hits, --kv-load-min-tokens and --kv-fetch-min-tokens must be >= 1")
         if self.kv_load_timeout_s <= 0:
@@ -181,6 +185,7 @@ class SchedulerSettings(CommonSettings):
             prefill_align_steps=self.prefill_align_steps,
             balance=BalanceSettings(threshold=self.expert_balance_threshold, interval_s=self.expert_balance_interval_s),
             transfer_timeout_s=self.transfer_timeout_s,
+            transfer_queue_s=self.transfer_queue_s,
             transfer_chunk_tokens=self.transfer_chunk_tokens,
             tiers=TierSettings(
                 policy=WritePolicy(self.kv_write_policy),

@@ -63,6 +63,11 @@ class SchedulerMetrics:
             ("failed", arrivals.num_failed),
         ):
             self._add(f"transfers {outcome}", metrics.kv_transfers.labels(outcome), num)
+        for failure, num in list(arrivals.failures.items()):
+            self._add(f"transfers failed {failure}", metrics.kv_arrival_failures.labels(failure), num)
+        for stage, seconds in list(arrivals.seconds.items()):
+            self._add(f"transfers {stage} s", metrics.kv_arrival_seconds.labels(stage), seconds)
+        metrics.kv_reservations_queued.set(arrivals.num_queued)
         self._add("transfer tokens", metrics.kv_transfer_tokens, arrivals.num_tokens)
         self._add("steps", metrics.steps, counters.num_steps)
         self._add("prefill", metrics.step_tokens.labels("prefill"), counters.prefilled_tokens)

@@ -26,7 +26,6 @@ from radixmesh.daemons.runtime.model_folder.generation_config import read_sampli
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.runtime.steps.step import Task
-from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import Guides, jump_forward
@@ -43,14 +42,12 @@ if TYPE_CHECKING:
     from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.ranks.group import Group
 
-log = get_logger(__name__)
 
 # Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
 _SIMULATED_TOKENS = 262_144
 # Of a worker with so many cores a quarter, at most so many: 64 rows of 256 each.
 _CORES_A_MASK_PROCESS, _MOST_MASK_PROCESSES = 4, 4
-_MASKS_READY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,14 +274,12 @@ def _num_mask_processes(settings: WorkerSettings) -> int:
 
 
 def _attached(guides: ProcessGuides, runner: DeviceRunner, num_slots: int) -> Guides | None:
-    """The guides with the runner's memory, ready; None: it follows no grammars."""
+    """The guides with the runner's memory; None: it follows no grammars. Processes that are not ready yet are not
+    waited for: they began to start ahead of the weights, and outputs that come earlier wait for them alone."""
     if not runner.takes_grammars or runner.masks.descriptor < 0:
         guides.close()
         return None
     guides.attach(runner.masks, num_slots=num_slots, max_total_len=runner.max_total_len)
-    if not guides.wait_ready(_MASKS_READY_S):
-        # Their outputs wait until they are; all others can be served.
-        log.warning("mask_processes_not_ready", waited_s=_MASKS_READY_S)
     return guides
 
 

@@ -99,10 +99,12 @@ class WorkerCore:
         )
         metrics.kv_quarantined_bytes.set_function(lambda: self.transfers.receiver.num_quarantined_bytes)
         metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)
+        # Of ranks that hold the model together each has a part of every token's KV.
+        keeps_kv = self.member.layout.tp_size == 1
         self.formation = GroupFormation(
             self.ledger,
             self.member,
-            reset=lambda experts: self._queue.run(lambda: self._ready().reset(experts)),
+            reset=lambda experts: self._queue.run(lambda: self._ready().reset(experts, keeps_kv=keeps_kv)),
             agree=lambda: self._queue.run(self._ready().executor.runner.formed),
         )
 

@@ -42,13 +42,15 @@ def store_quantized(
 
 
 # The number of rows is not compiled in.
-@triton.jit(do_not_specialize=["scales_stride"])
+@triton.jit(do_not_specialize=["scales_stride", "num_from"])
 def _quantize_rows_kernel(
-    x_ptr, delta_ptr, bias_ptr, norm_ptr, data_ptr, scales_ptr, x_stride, scales_stride, eps, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, IS_GROUPED: tl.constexpr, HAS_DELTA: tl.constexpr,
+    x_ptr, delta_ptr, bias_ptr, norm_ptr, from_rows_ptr, data_ptr, scales_ptr, x_stride, scales_stride, num_from, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, IS_GROUPED: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # from_rows_ptr: None where rows are read in their order.
     row = tl.program_id(0).to(tl.int64)
+    from_row = row
     features = tl.arange(0, BLOCK_D)
     mask = features < D
     if HAS_NORM:
@@ -58,7 +60,11 @@ def _quantize_rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + features, mask=mask, other=0.0)
+    if from_rows_ptr is not None:
+        from_row = tl.load(from_rows_ptr + row).to(tl.int64)
+        if from_row >= num_from:
+            return
+    x = tl.load(x_ptr + from_row * x_stride + features, mask=mask, other=0.0)
     y = x.to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * D + features, mask=mask, other=0.0).to(tl.float32)
@@ -73,9 +79,12 @@ def _quantize_rows_kernel(
     store_quantized(y, data_ptr + row * D, scales_ptr + row, scales_stride, 0, D, BLOCK_D, GROUP, IS_GROUPED)
 
 
-def quantize_rows(x_TD: torch.Tensor, *, is_grouped: bool, use_pdl: bool = False) -> QuantizedRows:
-    """x [T, D] of float32, float16 or bfloat16, features contiguous, as FP8. `use_pdl` as in `rms_norm`."""
-    return _launch(x_TD, None, None, None, 0.0, is_grouped, use_pdl)
+def quantize_rows(
+    x_TD: torch.Tensor, *, is_grouped: bool, from_rows: torch.Tensor | None = None, use_pdl: bool = False
+) -> QuantizedRows:
+    """x [T, D] of float32, float16 or bfloat16, features contiguous, as FP8. from_rows: int32, contiguous, which rows
+    are quantised, in this order; those of T and above hold anything. None: all. `use_pdl` as in `rms_norm`."""
+    return _launch(x_TD, None, None, None, 0.0, is_grouped, use_pdl, from_rows)
 
 
 def norm_quantize(
@@ -128,8 +137,10 @@ def _launch(
     eps: float,
     is_grouped: bool,
     use_pdl: bool,
+    from_rows: torch.Tensor | None = None,
 ) -> QuantizedRows:
-    num_rows, num_features = x_TD.shape
+    num_features = x_TD.shape[1]
+    num_rows = len(x_TD) if from_rows is None else len(from_rows)
     assert x_TD.stride(1) == 1 and num_features <= _MAX_FEATURES, (x_TD.shape, x_TD.stride())
     assert delta_TD is None or (delta_TD.shape == x_TD.shape and delta_TD.is_contiguous()), delta_TD.shape
     assert bias_D is None or (delta_TD is not None and bias_D.shape == x_TD.shape[1:]), bias_D.shape
@@ -138,9 +149,9 @@ def _launch(
         block = max(triton.next_power_of_2(num_features), GROUP)
         _quantize_rows_kernel[(num_rows,)](
             x_TD, x_TD if delta_TD is None else delta_TD, x_TD if bias_D is None else bias_D,
-            x_TD if norm_D is None else norm_D, out.data_PK, out.scales_PG, x_TD.stride(0), out.scales_PG.stride(1),
-            eps, D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_DELTA=delta_TD is not None,
-            HAS_BIAS=bias_D is not None, HAS_NORM=norm_D is not None, PDL=use_pdl,
+            x_TD if norm_D is None else norm_D, from_rows, out.data_PK, out.scales_PG, x_TD.stride(0),
+            out.scales_PG.stride(1), len(x_TD), eps, D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped,
+            HAS_DELTA=delta_TD is not None, HAS_BIAS=bias_D is not None, HAS_NORM=norm_D is not None, PDL=use_pdl,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=use_pdl,
         )  # fmt: skip
     return out

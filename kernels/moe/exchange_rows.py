@@ -1,18 +1,14 @@
-"""Rows with their picks, packed so that one collective carries them to other ranks, and sums that came back; places of
-rows that a library has laid out by expert.
+"""Rows with their picks, packed so that one collective carries them to other ranks, and sums that came back.
 
 A packed row, int32 words:
 
     features of the row | slots [A] | weights [A], float32 | padding up to 32 bytes
 
 Rows that came are read where they lie, as a strided view: padding keeps them aligned. Legend: T rows of this rank, R
-rows that came, A picks of a row, D hidden size, N ranks, C rows of each rank with padding, W words, P slots of this
-rank.
+rows that came, A picks of a row, D hidden size, N ranks, C rows of each rank with padding, W words.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +20,6 @@ _WORD_BYTES = 4
 # So that vectors of rows that lie at such strides are loaded whole, also of 2 bytes a number.
 _ALIGNED_WORDS = 8
 _BLOCK = 1024
-_ROWS = 64
 
 
 def packed_words(hidden: int, itemsize: int, num_picks: int) -> int:
@@ -126,62 +121,6 @@ def own_routes_reference(
     is_own_RA = (slots_RA >= 0) & (slots_RA < num_held)
     own_RA = torch.where(is_own_RA, weights_RA.view(torch.float32), 0.0)
     return Routes(torch.where(is_own_RA, slots_RA, num_held).int(), own_RA)
-
-
-class PackedPlaces(NamedTuple):
-    """places_R int64: of packed rows among those of all slots, and the number of these for padding. routes: of packed
-    rows, each through the expert of its slot with weight 1; padding has the slot behind the last one, with weight 0."""
-
-    places_R: torch.Tensor
-    routes: Routes
-
-
-@triton.jit(do_not_specialize=["most"])
-def _packed_places_kernel(
-    counts_ptr, places_ptr, ids_ptr, weights_ptr, most, X: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.arange(0, BLOCK_P)
-    counts = tl.load(counts_ptr + slots, mask=slots < P, other=0)
-    ends = tl.cumsum(counts, axis=0)
-    total = tl.sum(counts, axis=0)
-    is_past = (ends[None, :] <= rows[:, None]) & (slots < P)[None, :]
-    own = tl.sum(is_past.to(tl.int32), axis=1)
-    first = tl.max(tl.where(is_past, ends[None, :], 0), axis=1)
-    is_there = rows < total
-    places = tl.where(is_there, own.to(tl.int64) * X + (rows - first), tl.full((BLOCK,), P * X, tl.int64))
-    mask = rows < most
-    tl.store(places_ptr + rows, places, mask=mask)
-    tl.store(ids_ptr + rows, tl.where(is_there, own, P), mask=mask)
-    tl.store(weights_ptr + rows, is_there.to(tl.float32), mask=mask)
-
-
-def packed_places(counts_P: torch.Tensor, num_rows: int, most: int) -> PackedPlaces:
-    """Rows that are there, of slots that have memory for num_rows rows each, the first counts_P (int32) of which are:
-    slot by slot, and padding up to `most`, which is at least as many as there are."""
-    num_slots, device = len(counts_P), counts_P.device
-    places_R = torch.empty(most, dtype=torch.int64, device=device)
-    ids_R1 = torch.empty(most, 1, dtype=torch.int32, device=device)
-    weights_R1 = torch.empty(most, 1, dtype=torch.float32, device=device)
-    if most:
-        _packed_places_kernel[(triton.cdiv(most, _ROWS),)](
-            counts_P, places_R, ids_R1, weights_R1, most, X=num_rows, P=num_slots,
-            BLOCK_P=triton.next_power_of_2(num_slots), BLOCK=_ROWS, num_warps=4,
-        )  # fmt: skip
-    return PackedPlaces(places_R, Routes(ids_R1, weights_R1))
-
-
-def packed_places_reference(counts_P: torch.Tensor, num_rows: int, most: int) -> PackedPlaces:
-    """The same as `packed_places`, in torch."""
-    num_slots, ends_P = len(counts_P), counts_P.cumsum(0)
-    rows_R = torch.arange(most, device=counts_P.device)
-    is_there_R = rows_R < ends_P[-1]
-    own_R = torch.searchsorted(ends_P, rows_R, right=True).clamp(max=num_slots - 1)
-    places_R = own_R * num_rows + rows_R - (ends_P - counts_P)[own_R]
-    places_R = torch.where(is_there_R, places_R, num_slots * num_rows)
-    ids_R1 = torch.where(is_there_R, own_R, num_slots).int()[:, None]
-    return PackedPlaces(places_R, Routes(ids_R1, is_there_R.float()[:, None]))
 
 
 @triton.jit(do_not_specialize=["room"])

@@ -23,8 +23,8 @@ import triton.language as tl
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import FP8, GROUP, QuantizedRows, quantize_rows_reference
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig
-from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
-from radixmesh.kernels.moe.grouped_gemm import combine
+from radixmesh.kernels.moe.group_rows import ExpertTiles, group_places, group_rows
+from radixmesh.kernels.moe.grouped_gemm import SlotRows, combine, one_expert
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts, num_blocks
 from radixmesh.kernels.moe.route import Routes
 
@@ -48,6 +48,7 @@ class GatedTiles(NamedTuple):
 def _fp8_gate_up_kernel(
     x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, out_ptr, out_scales_ptr, pairs_ptr, tile_experts_ptr, num_pairs,
     x_scales_stride, out_scales_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    IS_TILED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
@@ -55,9 +56,12 @@ def _fp8_gate_up_kernel(
         CHUNKS: tl.constexpr = (K + GROUP - 1) // GROUP
         block, num_of_f = tl.program_id(0), (F + GROUP - 1) // GROUP
         slots = tl.arange(0, R)
-        # Places without a pair compute the last one again; nobody reads them.
-        pairs = tl.minimum(tl.load(pairs_ptr + tile * R + slots), num_pairs - 1)
-        rows = (pairs // A).to(tl.int64)
+        if IS_TILED:
+            rows = tile * R + slots
+        else:
+            # Places without a pair compute the last one again; nobody reads them.
+            pairs = tl.minimum(tl.load(pairs_ptr + tile * R + slots), num_pairs - 1)
+            rows = (pairs // A).to(tl.int64)
         columns = block * GROUP + tl.arange(0, GROUP)
         from_columns = tl.minimum(columns, F - 1).to(tl.int64)
         features = tl.arange(0, GROUP)
@@ -136,6 +140,7 @@ def fp8_routed_experts(
     residual_TD: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: ExpertsConfig | None = None,
+    num_expected: int | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """As `routed_experts` with FP8 weights: x of float32, float16 or bfloat16 is quantised in groups of 128 features,
@@ -150,7 +155,7 @@ def fp8_routed_experts(
     if num_rows == 0:
         return out
     num_pairs = routes.expert_ids_TA.numel()
-    config = config or default_fp8_config(num_pairs, num_experts)
+    config = config or default_fp8_config(num_expected or num_pairs, num_experts)
     rows = quantize_rows(x_TD, is_grouped=True, use_pdl=use_pdl)
     tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
     gated = fp8_gate_up_silu(rows, tiles, num_pairs, experts, config.gate_up)
@@ -159,10 +164,46 @@ def fp8_routed_experts(
     return out
 
 
+def fp8_slot_experts(
+    rows: SlotRows, experts: QuantizedExperts, *, config: ExpertsConfig | None = None, use_pdl: bool = False
+) -> torch.Tensor:
+    """As `slot_experts` with FP8 weights. Rows that are there are quantised in the order of the tiles.
+
+    use_pdl: of the kernel that groups rows, as in `rms_norm`.
+    """
+    x_PXD, counts_P, most, num_expected = rows
+    num_slots, num_rows, hidden = x_PXD.shape
+    assert x_PXD.is_contiguous() and len(counts_P) == num_slots == len(experts.w_down_EDF), x_PXD.shape
+    config = config or default_fp8_config(num_expected, num_slots)
+    tiles = group_places(counts_P, num_rows, most, config.tile_rows, use_pdl=use_pdl)
+    if not len(tiles.pairs_NR):
+        return torch.empty_like(x_PXD)
+    num_places = num_slots * num_rows
+    quantized = quantize_rows(x_PXD.view(-1, hidden), is_grouped=True, from_rows=tiles.pairs_NR.view(-1))
+    gated = fp8_gate_up_silu(quantized, tiles, num_places, experts, config.gate_up, is_tiled=True)
+    return fp8_down(gated, tiles, num_places, experts, config.down, x_PXD.dtype).view(x_PXD.shape)
+
+
+def fp8_slot_experts_reference(rows: SlotRows, experts: QuantizedExperts) -> torch.Tensor:
+    """The same as `fp8_slot_experts`, in torch; zeros where no row is."""
+    results_PXD = torch.zeros_like(rows.x_PXD)
+    for slot, count in enumerate(rows.counts_P.tolist()):
+        routes = one_expert(slot, count, rows.x_PXD.device)
+        results_PXD[slot, :count] = fp8_routed_experts_reference(rows.x_PXD[slot, :count], routes, experts)
+    return results_PXD
+
+
 def fp8_gate_up_silu(
-    rows: QuantizedRows, tiles: ExpertTiles, num_pairs: int, experts: QuantizedExperts, config: GroupedConfig
+    rows: QuantizedRows,
+    tiles: ExpertTiles,
+    num_pairs: int,
+    experts: QuantizedExperts,
+    config: GroupedConfig,
+    *,
+    is_tiled: bool = False,
 ) -> GatedTiles:
-    """silu(gate) x up of each pair's row by its expert, quantised in groups of 128. A program's columns are a group."""
+    """silu(gate) x up of each pair's row by its expert, quantised in groups of 128. A program's columns are a group.
+    is_tiled: rows are in the order of the tiles."""
     num_tiles, tile_rows = tiles.pairs_NR.shape
     _, hidden, mlp = experts.w_down_EDF.shape
     assert rows.is_grouped and config.columns == config.depth == GROUP, config
@@ -173,7 +214,7 @@ def fp8_gate_up_silu(
     _fp8_gate_up_kernel[(num_blocks(mlp), num_tiles)](
         rows.data_PK, rows.scales_PG, experts.w_gate_up_E2FD, experts.gate_up_scales_E2HG, data_NRF, scales_HNR,
         tiles.pairs_NR, tiles.tile_experts_N, num_pairs, rows.scales_PG.stride(1), scales_HNR.stride(0), mlp,
-        A=tiles.num_picks, K=hidden, R=tile_rows, GROUP=GROUP, num_warps=config.num_warps,
+        A=tiles.num_picks, K=hidden, R=tile_rows, GROUP=GROUP, IS_TILED=is_tiled, num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
     return GatedTiles(data_NRF, scales_HNR)

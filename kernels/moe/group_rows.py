@@ -1,5 +1,8 @@
 """Rows grouped by the experts they pick, in tiles of one expert each, for grouped GEMMs. No host waits for a count.
 
+Rows that lie by expert already, with room for so many at each, are grouped by their counts alone: a pair is a place
+there.
+
 A pair is a row and one of its picks: pair p is pick p % A of row p // A. Every expert's pairs, in ascending order, fill
 whole tiles; the slots left in its last tile hold the number of pairs, which stands for none:
 
@@ -87,6 +90,57 @@ def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int, *,
             launch_pdl=use_pdl,
         )  # fmt: skip
     return ExpertTiles(pairs_NR, tile_experts_N, num_picks)
+
+
+@triton.jit(do_not_specialize=["num_places", "max_tiles"])
+def _group_places_kernel(
+    counts_ptr, places_ptr, tile_experts_ptr, num_places, max_tiles, P: tl.constexpr, X: tl.constexpr,
+    BLOCK_P: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # A program per slot.
+    slot = tl.program_id(0)
+    bins = tl.arange(0, BLOCK_P)
+    # Whatever a library says, nothing beyond the tiles is written, nor a place of another slot.
+    counts = tl.minimum(tl.maximum(tl.load(counts_ptr + bins, mask=bins < P, other=0), 0), X)
+    tiles = (counts + R - 1) // R
+    first_tile = tl.minimum(tl.sum(tl.where(bins < slot, tiles, 0), axis=0), max_tiles)
+    count = tl.sum(tl.where(bins == slot, counts, 0), axis=0)
+    end_tile = tl.minimum(first_tile + (count + R - 1) // R, max_tiles)
+    offsets = tl.arange(0, BLOCK)
+    for tile in range(first_tile, end_tile, BLOCK):
+        tl.store(tile_experts_ptr + tile + offsets, slot + offsets * 0, mask=tile + offsets < end_tile)
+    for at in range(first_tile * R, end_tile * R, BLOCK):
+        rows = at - first_tile * R + offsets
+        places = tl.where(rows < count, slot * X + rows, num_places)
+        tl.store(places_ptr + at + offsets, places, mask=at + offsets < end_tile * R)
+    if slot == P - 1:
+        for tile in range(end_tile, max_tiles, BLOCK):
+            tl.store(tile_experts_ptr + tile + offsets, offsets * 0 - 1, mask=tile + offsets < max_tiles)
+        for at in range(end_tile * R, max_tiles * R, BLOCK):
+            tl.store(places_ptr + at + offsets, num_places + offsets * 0, mask=at + offsets < max_tiles * R)
+
+
+def group_places(
+    counts_P: torch.Tensor, num_rows: int, most: int, tile_rows: int, *, use_pdl: bool = False
+) -> ExpertTiles:
+    """Tiles of the places [P, num_rows] of which the first counts_P (int32) of each slot hold a row: `most` at most in
+    all. Slots of tiles without a row, those of unused tiles too, hold P x num_rows. `use_pdl` as in `rms_norm`."""
+    num_slots = len(counts_P)
+    assert counts_P.dtype == torch.int32 and counts_P.is_contiguous(), counts_P.dtype
+    assert tile_rows & (tile_rows - 1) == 0 and num_slots * num_rows < 1 << 31, (tile_rows, num_slots, num_rows)
+    max_tiles = num_tiles_at_most(most, num_slots, tile_rows)
+    places_NR = torch.empty(max_tiles, tile_rows, dtype=torch.int32, device=counts_P.device)
+    tile_experts_N = torch.empty(max_tiles, dtype=torch.int32, device=counts_P.device)
+    if max_tiles:
+        _group_places_kernel[(num_slots,)](
+            counts_P, places_NR, tile_experts_N, num_slots * num_rows, max_tiles, P=num_slots, X=num_rows,
+            BLOCK_P=triton.next_power_of_2(num_slots), R=tile_rows, BLOCK=128, PDL=use_pdl, num_warps=4,
+            launch_pdl=use_pdl,
+        )  # fmt: skip
+    return ExpertTiles(places_NR, tile_experts_N, 1)
 
 
 def num_tiles_at_most(num_pairs: int, num_experts: int, tile_rows: int) -> int:

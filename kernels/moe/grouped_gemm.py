@@ -4,7 +4,8 @@ A program computes a tile of one expert's pairs by a block of columns, so that a
 rows of a tile. A row's bits depend on its own numbers alone: which rows share its tile changes nothing, and its picks
 are added in their order.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R slots.
+Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R slots; of rows that
+lie by expert, P slots with room for X rows each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
-from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
+from radixmesh.kernels.moe.group_rows import ExpertTiles, group_places, group_rows
 from radixmesh.kernels.moe.route import Routes
 
 _COMBINE_BLOCK = 1024
@@ -158,6 +159,7 @@ def routed_experts(
     out: torch.Tensor | None = None,
     config: ExpertsConfig | None = None,
     variant: ExpertVariant = SWIGLU,
+    num_expected: int | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
@@ -165,7 +167,8 @@ def routed_experts(
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
     down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`. A pick of the id E,
-    whose weight has to be 0, is not computed: an expert of another rank.
+    whose weight has to be 0, is not computed: an expert of another rank. num_expected: about how many picks are
+    computed; None: all.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -174,7 +177,7 @@ def routed_experts(
     out = torch.empty_like(x_TD) if out is None else out
     if num_rows == 0:
         return out
-    config = config or default_config(num_rows * num_picks, num_experts, x_TD.element_size())
+    config = config or default_config(num_expected or num_rows * num_picks, num_experts, x_TD.element_size())
     tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows, use_pdl=use_pdl)
     scales_TA, weights_TA = None, routes.weights_TA
     if variant.scales_input:
@@ -184,6 +187,65 @@ def routed_experts(
     results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
     combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
     return out
+
+
+class SlotRows(NamedTuple):
+    """Rows that lie by the slots of their experts, once for each pick. x_PXD, contiguous: the first counts_P (int32 on
+    the device) of the X rows of each slot are there. most: rows that can be there in all; num_expected: about how many
+    are."""
+
+    x_PXD: torch.Tensor
+    counts_P: torch.Tensor
+    most: int
+    num_expected: int
+
+
+def slot_experts(
+    rows: SlotRows,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    *,
+    config: ExpertsConfig | None = None,
+    variant: ExpertVariant = SWIGLU,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """down(silu(gate(row)) x up(row)) of each row by the expert of its slot, [P, X, D]; anything where no row is.
+
+    Reads and writes the rows that are there alone. Weights and rounding as in `routed_experts`, whose weighted sums are
+    for whoever sent the rows: experts that scale what they read are not for this.
+    """
+    x_PXD, counts_P, most, num_expected = rows
+    num_slots, num_rows, hidden = x_PXD.shape
+    assert x_PXD.is_contiguous() and len(counts_P) == num_slots == len(w_down_EDF), (x_PXD.shape, counts_P.shape)
+    assert x_PXD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype and not variant.scales_input, x_PXD.dtype
+    _check_variant(variant, w_gate_up_E2FD, w_down_EDF)
+    config = config or default_config(num_expected, num_slots, x_PXD.element_size())
+    tiles = group_places(counts_P, num_rows, most, config.tile_rows, use_pdl=use_pdl)
+    if not len(tiles.pairs_NR):
+        return torch.empty_like(x_PXD)
+    x_TD, num_places = x_PXD.view(-1, hidden), num_slots * num_rows
+    gated = gate_up_silu(x_TD, tiles, num_places, w_gate_up_E2FD, config.gate_up, variant, use_pdl=use_pdl)
+    results = down(gated, tiles, num_places, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
+    return results.view(x_PXD.shape)
+
+
+def slot_experts_reference(
+    rows: SlotRows, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, variant: ExpertVariant = SWIGLU
+) -> torch.Tensor:
+    """The same as `slot_experts`, in torch; zeros where no row is."""
+    results_PXD = torch.zeros_like(rows.x_PXD)
+    for slot, count in enumerate(rows.counts_P.tolist()):
+        routes = one_expert(slot, count, rows.x_PXD.device)
+        results_PXD[slot, :count] = routed_experts_reference(
+            rows.x_PXD[slot, :count], routes, w_gate_up_E2FD, w_down_EDF, variant=variant
+        )
+    return results_PXD
+
+
+def one_expert(expert: int, num_rows: int, device: torch.device) -> Routes:
+    """Of rows that pick one expert with weight 1."""
+    ids_T1 = torch.full((num_rows, 1), expert, dtype=torch.int32, device=device)
+    return Routes(ids_T1, torch.ones(num_rows, 1, device=device))
 
 
 def gate_up_silu(

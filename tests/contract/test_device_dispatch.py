@@ -311,6 +311,19 @@ def test_rows_of_other_types_are_refused(transport: str, ranks_of) -> None:  # t
     assert refused.value.reason == ErrorReason.ERROR_REASON_UNSUPPORTED
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_experts_that_read_weighed_rows_are_refused_by_libraries_that_weigh_results(
+    transport: str, ranks_of: Callable[..., Ranks]
+) -> None:
+    ranks = ranks_of(transport, is_formed=False)
+    if transport in ("host", "nccl"):
+        ranks.dispatches[0].bind(3, HIDDEN, torch.bfloat16, weighs_results=False)
+        return
+    with pytest.raises(MeshError, match=r"weighs what experts give.*choose nccl") as refused:
+        ranks.dispatches[0].bind(3, HIDDEN, torch.bfloat16, weighs_results=False)
+    assert refused.value.reason == ErrorReason.ERROR_REASON_UNSUPPORTED
+
+
 @pytest.mark.parametrize("load", [nixl_buffer.import_nixl, deep_ep_buffer.import_deep_ep])
 def test_a_library_that_is_not_there_is_named(load: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:

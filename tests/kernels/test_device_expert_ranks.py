@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import RoutedRows
 from radixmesh.daemons.worker.cuda.load import create_shared_out, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
@@ -140,9 +141,10 @@ def test_a_normal_forward_waits_for_nothing_but_the_numbers_of_all_ranks(
         )
         with _Waits() as waits:
             came = dispatch.start_dispatch(x_TD, Routes(ids_TA, torch.full((2, 2), 0.5)), 2)()
-        gathered.append(came.x_RD[:, 0].tolist())
+        assert isinstance(came.rows, RoutedRows)
+        gathered.append(came.rows.x_RD[:, 0].tolist())
         sum_TD = torch.zeros_like(x_TD)
-        dispatch.start_combine(came, came.x_RD.clone())(sum_TD)
+        dispatch.start_combine(came, came.rows.x_RD.clone())(sum_TD)
         return waits.num, sum_TD[:, 0]
 
     for rank, (num_waits, sum_T) in enumerate(ranks.run(on_rank)):

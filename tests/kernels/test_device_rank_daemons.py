@@ -26,6 +26,7 @@ from support.serve_client import ServeClient, serve_client
 from support.triton_interpreter import launch_in_turns
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.scheduler.group.group_client import GroupState
 from radixmesh.daemons.scheduler.planning.experts import expert_balancer
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.config import Backend
@@ -36,7 +37,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
 from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.cuda.step import decode_steps
+from radixmesh.daemons.worker.cuda.step import decode_steps, late_captures
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 
 pytestmark = [
@@ -267,6 +268,51 @@ async def test_halves_and_moving_experts_in_captured_steps(
             assert executor is not None and isinstance(executor.runner, DeviceRunner)
             assert isinstance(executor.runner.device, ReplayingDevice)
             assert {rows for rows, *_ in executor.runner.device.replayed} >= {1, 2, 4}
+
+
+async def test_ranks_that_meet_again_serve_first_and_capture_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All graphs when they meet for the first time; one at a time, between the same steps, when one has come back."""
+    monkeypatch.setattr(HostWire, "can_capture", True)
+    monkeypatch.setattr(HostWire, "is_captured_anew", True)
+    monkeypatch.setattr(late_captures, "PADDED_STEPS", 3)
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "cuda_graphs": True, "num_slots": 4}
+    async with (
+        ranks_of("tiny-deepseek", 1, 2, ep_size=2, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        while daemon.daemon.loop.group_state is not GroupState.SERVING:
+            await asyncio.sleep(0.01)
+        assert [_graphs_of(ranks, rank) for rank in range(2)] == [[4, 2, 1]] * 2
+        reciting = asyncio.ensure_future(recited(client, chosen))
+        await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
+        await go(ranks, 1)
+        await reciting
+        assert ranks.workers[0].daemon.core.ledger.group_generation > 1, "the survivor has joined again"
+        await recited(client, chosen[:1])
+        one, other = (_graphs_of(ranks, rank) for rank in range(2))
+        assert one == other and one[0] == 4 and 1 in one, (one, other)
+        for rank in range(2):
+            assert _runner_of(ranks, rank).forwards.late is not None
+            assert {rows for rows, *_ in _device_of(ranks, rank).replayed} >= set(one)
+
+
+def _graphs_of(ranks: Ranks, rank: int) -> list[int]:
+    """Rows of the graphs that a rank has, in the order of their captures."""
+    return list(_runner_of(ranks, rank).forwards.decodes.graphs.captured_sizes)
+
+
+def _device_of(ranks: Ranks, rank: int) -> ReplayingDevice:
+    device = _runner_of(ranks, rank).device
+    assert isinstance(device, ReplayingDevice)
+    return device
+
+
+def _runner_of(ranks: Ranks, rank: int) -> DeviceRunner:
+    executor = ranks.workers[rank].daemon.core.executor
+    assert executor is not None and isinstance(executor.runner, DeviceRunner)
+    return executor.runner
 
 
 @pytest.mark.full

@@ -16,8 +16,10 @@ from radixmesh.kernels.moe.fp8_grouped_gemm import (
     default_fp8_config,
     fp8_routed_experts,
     fp8_routed_experts_reference,
+    fp8_slot_experts,
+    fp8_slot_experts_reference,
 )
-from radixmesh.kernels.moe.grouped_gemm import routed_experts_reference
+from radixmesh.kernels.moe.grouped_gemm import SlotRows, one_expert, routed_experts_reference
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 
@@ -112,3 +114,23 @@ def test_experts_of_wrong_shapes_are_refused() -> None:
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_computed_where_they_lie_by_slot(dtype: torch.dtype) -> None:
+    """Bit for bit what routes to one expert give, whatever lies where no row is."""
+    counts, num_rows = [3, 0, 20, 1, 9], 20
+    experts, _, _ = random_experts(1, len(counts), 1, 200, 136, dtype)
+    x_PXD = torch.full((len(counts), num_rows, 200), float("nan"), dtype=dtype)
+    for slot, count in enumerate(counts):
+        x_PXD[slot, :count] = torch.randn(count, 200)
+    rows = SlotRows(x_PXD, torch.tensor(counts, dtype=torch.int32), 40, 33)
+    got, want = fp8_slot_experts(rows, experts), fp8_slot_experts_reference(rows, experts)
+    for slot, count in enumerate(counts):
+        if not count:
+            continue
+        assert _error(got[slot, :count], want[slot, :count]) < typical_chain_error(1, FP8)
+        routes = one_expert(slot, count, x_PXD.device)
+        config = default_fp8_config(33, len(counts))
+        once = fp8_routed_experts(x_PXD[slot, :count].contiguous(), routes, experts, config=config)
+        assert torch.equal(got[slot, :count], once)

@@ -22,12 +22,16 @@ from radixmesh.daemons.scheduler.config import Role, SchedulerSettings
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
+from radixmesh.daemons.scheduler.transfers import transfer_calls
+from radixmesh.daemons.scheduler.transfers.arrival import Arrival, ArrivalFailure, ArrivalState
+from radixmesh.daemons.scheduler.transfers.handovers import Handover
 from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from radixmesh.worker.v1 import worker_pb2
 
 TIMEOUT_S = 60.0
 PROMPT = [3 + 7 * i % 90 for i in range(49)]
@@ -168,6 +172,78 @@ async def test_all_outputs_of_a_request_wait_for_one_transfer() -> None:
         await until(both.is_clean)
 
 
+@pytest.mark.parametrize("short_of", ["staging", "pages", "time"])
+async def test_many_prompts_at_once_wait_for_room_and_none_is_computed_twice(short_of: str) -> None:
+    """There is room for two or three of twelve."""
+    prompts = [[number + 5, *PROMPT] for number in range(12)]
+    most_tokens = {"max_total_len": 62} if short_of == "pages" else {}
+    async with pair(**most_tokens, transfer_queue_s=0.5 if short_of == "time" else 30.0) as both:
+        expected = [await alone(both, prompt) for prompt in prompts]
+        planner, transfers, client = both.planner(1), both.workers[1].daemon.core.transfers, both.clients[1]
+        result = await both.reserve("first", prompts[0])
+        if short_of != "pages":
+            transfers.staging.max_bytes = 3 * transfers.receiver.get("first").num_bytes
+        first = scheduler_pb2.Reservation(transfer_id="first", is_cancelled=True)
+        await client.write(scheduler_pb2.ServeRequest(reservations=[first]))
+        await until(both.is_clean)
+        handles, most = [], 0
+        for number, prompt in enumerate(prompts):
+            values = {"lease_ms": 30_000, "granule": 1, "prompt_ids": pack_ints(prompt)}
+            reservation = scheduler_pb2.Reservation(transfer_id=f"t{number}", **values)
+            await client.write(scheduler_pb2.ServeRequest(reservations=[reservation]))
+            handle = await client.submit(prompt, max_tokens=NUM_OUT, transfer_id=f"t{number}", request_id=f"r{number}")
+            handles.append(handle)
+        if short_of == "time":
+            await client.until(lambda: len(client.reservations) == 12, TIMEOUT_S)
+        for number, prompt in enumerate(prompts):
+            await client.until(lambda name=f"t{number}": name in client.reservations, TIMEOUT_S)
+            most = max(most, len(transfers.receiver))
+            result = client.reservations[f"t{number}"]
+            if result.HasField("target"):
+                await both.prefill(result.target, prompt, request_id=f"p{number}")
+        answers = await client.over(*handles, timeout_s=TIMEOUT_S)
+        assert [seen.tokens for seen in answers] == expected
+        if short_of == "time":
+            assert (planner.arrivals.num_arrived, planner.arrivals.failures[ArrivalFailure.QUEUE]) == (3, 9)
+        else:
+            assert planner.arrivals.num_arrived == 12
+            assert planner.arrivals.failures == {ArrivalFailure.CANCELLED: 1}, "the first one"
+            assert planner.counters.prefilled_tokens <= 24 and 2 <= most <= 5
+        await until(both.is_clean)
+
+
+@pytest.mark.parametrize("behind_steps", [True, False])
+async def test_an_older_worker_is_asked_when_the_step_is_over(
+    behind_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find no KV in pages that are being computed."""
+    capabilities, start_of, asked = WorkerCore.capabilities, transfer_calls.start_of, []
+
+    def of_older(self: WorkerCore) -> worker_pb2.Capabilities:
+        told = capabilities(self)
+        told.sends_behind_steps &= behind_steps
+        return told
+
+    def noted(rank: WorkerStream, handover: Handover, part: object) -> object:
+        oldest = handover.state.in_flight.oldest
+        asked.append(oldest is not None and oldest.plan.step_id <= handover.after_step)
+        return start_of(rank, handover, part)
+
+    monkeypatch.setattr(WorkerCore, "capabilities", of_older)
+    monkeypatch.setattr(transfer_calls, "start_of", noted)
+    prompt = [3 + 7 * i % 90 for i in range(700)]
+    async with pair(max_total_len=800, transfer_chunk_tokens=256) as both:
+        result = await both.reserve(prompt=prompt)
+        first = await both.prefill(result.target, prompt)
+        rest = await both.decode(first.tokens, prompt=prompt)
+        assert first.tokens + rest.tokens == await alone(both, prompt)
+        assert rest.finished.usage.cached_tokens == 700 and both.planner(0).handovers.num_chunks > 1
+        # That of the last chunk at least is asked for with its step.
+        assert len(asked) == both.planner(0).handovers.num_chunks and asked[-1] == behind_steps
+        assert behind_steps or not any(asked)
+        await until(both.is_clean)
+
+
 async def test_only_what_the_decode_side_lacks_is_sent() -> None:
     async with pair(sizes=(16, 1)) as both:
         handle = await both.clients[1].submit(PROMPT[:20], max_tokens=1)
@@ -231,7 +307,9 @@ async def test_a_region_that_comes_after_its_reservation_was_cancelled_is_not_ke
     async with pair() as both:
         reserved = scheduler_pb2.Reservation(transfer_id="t", lease_ms=30_000, prompt_ids=pack_ints(PROMPT), granule=1)
         cancelled = scheduler_pb2.Reservation(transfer_id="t", is_cancelled=True)
-        await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[reserved, cancelled]))
+        await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[reserved]))
+        await until(lambda: any(a.state is ArrivalState.RESERVING for a in both.planner(1).arrivals.live()))
+        await both.clients[1].write(scheduler_pb2.ServeRequest(reservations=[cancelled]))
         async with asyncio.timeout(30.0):
             while both.workers[1].daemon.core.transfers.num_failed < 1:
                 await asyncio.sleep(0.01)

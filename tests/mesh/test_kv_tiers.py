@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from mesh.test_kills import kill_all
+from mesh.test_kills import FEW_STREAMS, kill_all
 from support.cpu_ranks import NUM_TOKENS, ranks_of, recited, scheduler_on
 from support.cpu_ranks import texts as ranks_texts
 from support.running_daemon import Running, running
@@ -172,7 +172,7 @@ async def test_no_stream_notices_kills_of_workers_whose_host_memory_stays(tmp_pa
 @pytest.mark.parametrize("model", ["tiny-llama", pytest.param("tiny-deepseek", marks=pytest.mark.full)])
 async def test_no_stream_notices_kills_amid_saves_and_loads(model: str) -> None:
     """A new scheduler adopts what host memory holds; with a worker its host memory is gone."""
-    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker", "scheduler", "worker")]
-    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20}
-    kills = await kill_all("cpu", plan, model=model, worker=worker)
+    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker", "scheduler")]
+    worker = {"num_pages": 1300, "host_kv_bytes": 64 << 20}
+    kills = await kill_all("cpu", plan, model=model, worker=worker, num_streams=FEW_STREAMS)
     assert len(kills) == len(plan)

@@ -41,6 +41,7 @@ HELD = {
     "scattering": "worker",
     "validated": "worker",
 }
+QUEUED = "radixmesh_kv_reservations_queued"
 PHASES = ("reserved", "prefilling", "writing", "written", "scattering", "validated", "decoding")
 
 
@@ -51,8 +52,9 @@ class Cell(NamedTuple):
 
 
 @asynccontextmanager
-async def held_mesh(transport: str) -> AsyncIterator[Mesh]:
-    """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases."""
+async def held_mesh(transport: str, **of_worker: object) -> AsyncIterator[Mesh]:
+    """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases. of_worker: settings of the
+    decode side's."""
     common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100", "transfer_transport": transport}
     holds = {name: [f"{phase}%1:{HOLD_MS}" for phase, at in HELD.items() if at == name] for name in WORKERS}
     slow = {"simulated_base_us": 100_000.0, "max_tokens_per_step": 32}
@@ -60,7 +62,7 @@ async def held_mesh(transport: str) -> AsyncIterator[Mesh]:
         "worker-prefill": {**common, **slow, "faults": ",".join(holds["worker-prefill"])},
         "scheduler-prefill": {"check_invariants": "true"},
     }
-    worker = {**common, "simulated_base_us": 8_000.0, "faults": ",".join(holds["worker"])}
+    worker = {**common, "simulated_base_us": 8_000.0, "faults": ",".join(holds["worker"]), **of_worker}
     async with running_mesh("pd", worker=worker, services=services) as mesh:
         yield mesh
 
@@ -85,7 +87,9 @@ async def reach(mesh: Mesh, load: StreamLoad, phase: str, before: frozenset[str]
             return
         mark = f'"phase":"{phase}"'
         while True:
-            if phase == "prefilling":
+            if phase == "queued":
+                is_there = (await metrics_of(mesh.cluster.address("scheduler", 1, 9100)))[QUEUED] > 0
+            elif phase == "prefilling":
                 load_of_prefill = (await state_of(mesh, "scheduler-prefill")).load
                 is_there = load_of_prefill.num_running > 0
             else:
@@ -138,8 +142,8 @@ async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
     return stall
 
 
-async def run_cells(cells: Sequence[Cell], transport: str = "device") -> None:
-    async with held_mesh(transport) as mesh:
+async def run_cells(cells: Sequence[Cell], transport: str = "device", **of_worker: object) -> None:
+    async with held_mesh(transport, **of_worker) as mesh:
         for index, cell in enumerate(cells):
             stall = await run_cell(mesh, cell, SEED + index)
             print(f"{cell.service} {cell.number.name} {cell.phase}: longest stall {stall:.2f} s", flush=True)
@@ -179,6 +183,16 @@ async def test_every_daemon_in_every_phase(number: signal.Signals, services: tup
     cells = [Cell(service, number, phase) for service in services for phase in PHASES]
     random.Random(SEED).shuffle(cells)
     await run_cells(cells)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["sigkill", "sigstop"])
+async def test_daemons_that_die_while_prompts_wait_for_room(number: signal.Signals) -> None:
+    """There is staging for one or two of three."""
+    cells = [Cell(service, number, "queued") for service in DAEMONS]
+    random.Random(SEED).shuffle(cells)
+    await run_cells(cells, transfer_staging_bytes=2000)
 
 
 @pytest.mark.full

@@ -265,7 +265,9 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         packed = exchange_rows.pack_rows(x_TD, routes, num_rows)
         exchange_rows.own_routes(packed, hidden * dtype.itemsize // 4, 6, 1, num_experts)
         exchange_rows.add_parts(torch.zeros(4, num_rows, hidden, dtype=dtype), x_TD)
-        exchange_rows.packed_places(picks_E, 4 * num_rows, 24 * num_rows)
+        slot_rows = torch.zeros(num_experts, 4 * num_rows, hidden, dtype=dtype)
+        slot_rows = grouped_gemm.SlotRows(slot_rows, picks_E, 24 * num_rows, 6 * num_rows)
+        grouped_gemm.slot_experts(slot_rows, *weights, use_pdl=True)
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, use_pdl=True)
         if num_rows > 1:
             continue
@@ -288,6 +290,7 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
 def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:
     """FP8 experts of steps of so many rows."""
     from radixmesh.kernels.moe import fp8_grouped_gemm, route
+    from radixmesh.kernels.moe.grouped_gemm import SlotRows
     from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 
     with torch.device("meta"):
@@ -297,6 +300,10 @@ def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int
             ids_TA, weights_TA = (torch.zeros(num_rows, num_picks, dtype=dtype) for dtype in (torch.int32, torch.float))
             routes = route.Routes(ids_TA, weights_TA)
             fp8_grouped_gemm.fp8_routed_experts(x_TD, routes, experts, residual_TD=x_TD, out=x_TD, use_pdl=True)
+            counts_E = torch.zeros(num_experts, dtype=torch.int32)
+            x_EXD = torch.zeros(num_experts, num_rows, hidden, dtype=torch.bfloat16)
+            slot_rows = SlotRows(x_EXD, counts_E, num_picks * num_rows, num_rows)
+            fp8_grouped_gemm.fp8_slot_experts(slot_rows, experts, use_pdl=True)
 
 
 def _runner_launches(folder: Path) -> None:

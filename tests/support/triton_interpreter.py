@@ -110,6 +110,141 @@ def _hurry() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = find_dtype_once
+    _share_types()
+    _combine_rows()
+
+
+def _share_types() -> None:
+    """Shapes are few: what types and tensors say of one is made once. Operands that are alike need no conversion."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    core = tl.core
+    block_type, tensor, constexpr = core.block_type, core.tensor, core.constexpr
+    make_block_type, equal_dtypes = block_type.__init__, core.dtype.__eq__
+    # By sizes: shape and number of elements, as a type has them.
+    shapes: dict[tuple[int, ...], tuple[object, int]] = {}
+    # By the shape of a type: as a tensor has them.
+    of_tensors: dict[int, tuple[object, object]] = {}
+    no_shape = core.tuple([]), constexpr(1)
+
+    def fill_block_type(self, element_ty, shape):
+        sizes = tuple(shape)
+        if (known := shapes.get(sizes)) is None:
+            make_block_type(self, element_ty, shape)
+            sizes = tuple(self.shape.values)
+            known = shapes.setdefault(sizes, (self.shape, self.numel))
+            of_tensors[id(known[0])] = core.tuple([constexpr(size) for size in sizes]), constexpr(self.numel)
+        self.element_ty = element_ty
+        self.shape, self.numel = known
+
+    class LazyName:
+        def __get__(self, owner, _):
+            return f"<{owner.shape}, {owner.element_ty}>"
+
+    def fill_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[id(type.shape)] if type.is_block() else no_shape
+
+    block_type.__init__, block_type.name = fill_block_type, LazyName()
+    tensor.__init__ = fill_tensor
+    core.dtype.__eq__ = lambda self, other: self is other or equal_dtypes(self, other)
+
+    def have_one_shape(left, right):
+        is_block = left.is_block()
+        return is_block == right.is_block() and (not is_block or left.shape is right.shape)
+
+    check_operands = TritonSemantic.binary_op_type_checking_impl
+
+    def check_unlike_operands(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        if lhs.__class__ is tensor and rhs.__class__ is tensor and not div_or_mod:
+            dtype = lhs.dtype
+            if dtype is rhs.dtype and not dtype.is_ptr() and have_one_shape(lhs.type, rhs.type):
+                return lhs, rhs
+        return check_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    TritonSemantic.binary_op_type_checking_impl = check_unlike_operands
+
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+
+    def broadcast_unlike(self, lhs, rhs):
+        return (lhs, rhs) if have_one_shape(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
+
+    def cast_other(self, input, dst_ty, fp_downcast_rounding=None):
+        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, fp_downcast_rounding)
+
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_unlike, cast_other
+
+    # Asked of nearly every value, most of which are of these classes.
+    unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, tensor, core.dtype, block_type, type(None)}
+
+    def unwrap_if_constexpr(value):
+        if (of := value.__class__) is constexpr:
+            return value.value
+        return value if of in plain else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+
+    # Each call of the language goes through a wrapper that asks whether the semantic was given, which it is here.
+    checks_semantic = core.cast.__code__
+
+    def patch_attr(obj, name, member, builder, scope):
+        semantic = TritonSemantic(builder)
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is checks_semantic else member
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def _combine_rows() -> None:
+    """A reduction or a scan with a function of its own goes element by element: here all that lie beside each other
+    along the other axes go at once, in the same order along the own one."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def combined(ops, inputs, axis):
+        """Per step along the axis, the arrays that have been combined up to it."""
+        dtypes = [given.dtype for given in inputs]
+        arrays = [np.moveaxis(given.handle.data, axis, 0) for given in inputs]
+        sums = [array[0] for array in arrays]
+        yield sums
+        for number in range(1, len(arrays[0])):
+            each = [ops.to_tensor(array, dtype) for array, dtype in zip(sums, dtypes, strict=True)]
+            rows = [ops.to_tensor(array[number], dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+            found = ops.combine_fn.fn(*each, *rows)
+            found = found if isinstance(found, tuple) else (found,)
+            values = [one.handle.data if isinstance(one, tl.core.tensor) else one for one in found]
+            sums = [
+                np.asarray(value, dtype=array.dtype).reshape(array.shape[1:])
+                for value, array in zip(values, arrays, strict=True)
+            ]
+            yield sums
+
+    def reduce(self, input):
+        inputs, axis = self.unravel(input, self.axis)
+        *_, sums = combined(self, inputs, axis)
+        if self.keep_dims:
+            kept = (axis,) if self.axis is not None else tuple(range(len(input[0].handle.data.shape)))
+            sums = [np.expand_dims(array, kept) for array in sums]
+        elif self.axis is None:
+            sums = [array.item() for array in sums]
+        return [self.to_tensor(array, given.dtype) for array, given in zip(sums, inputs, strict=True)]
+
+    def scan(self, input):
+        steps = list(combined(self, input, self.axis))
+        arrays = [np.stack(of_steps, axis=self.axis) for of_steps in zip(*steps, strict=True)]
+        return [self.to_tensor(array, given.dtype) for array, given in zip(arrays, input, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = reduce
+    interpreter.ScanOps.generic_scan = scan
 
 
 def launch_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,7 @@ def test_masks_of_a_worker_on_a_gpu_are_filled_by_processes_unless_it_drafts(mon
     guides = load_model(WorkerSettings(backend=Backend.CUDA, model=model, num_slots=8, **flags)).guides
     try:
         assert (guides is None) == (num == 0)
-        assert guides is None or (len(guides.pids) == num and guides.wait_ready(0.0))
+        assert guides is None or (len(guides.pids) == num and guides.wait_ready(60.0))
     finally:
         if guides is not None:
             guides.close()

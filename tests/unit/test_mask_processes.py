@@ -16,14 +16,17 @@ import pytest
 from support.guided_runs import MODEL, backend, vocabulary
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.guided.backend import MaskWords
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.guided import mask_part
+from radixmesh.daemons.worker.guided import mask_part, process_guides
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.guided.mask_frames import HEAD, FrameReader, Kind, frame
+from radixmesh.daemons.worker.guided.mask_frames import HEAD, Admission, FrameReader, Kind, frame, ints
 from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
+from radixmesh.daemons.worker.guided.mask_server import ReportedMasks, Reports
+from radixmesh.daemons.worker.guided.mask_warm_up import warm_server
 from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 
 pytest.importorskip("xgrammar")
@@ -60,6 +63,8 @@ class Outputs:
         self.store = GrammarStore(backend().format, backend)
         self.rng = np.random.default_rng(1)
         self.tokens: dict[int, list[int]] = {}
+        self.slots: IntArray | None = None
+        """Of all steps; None: those with outputs."""
         self._matchers = {}
         self._artefacts = [backend().compile(source) for source in SOURCES]
 
@@ -116,10 +121,10 @@ class Outputs:
 
     def step(self) -> None:
         """Samples a token for each slot, as a step on a device does: -1 where there is no mask."""
-        slots = np.array(sorted(self.tokens), np.int32)
+        slots = np.array(sorted(self.tokens), np.int32) if self.slots is None else self.slots
         ids = np.full(len(slots), -1, np.int32)
         for index, slot in enumerate(slots.tolist()):
-            if not self.is_published(slot):
+            if slot not in self.tokens or not self.is_published(slot):
                 continue
             mask = self.on_device(slot)
             assert (mask == self.expected(slot)).all(), "a mask that is there is right, or it is not there"
@@ -142,6 +147,7 @@ def outputs(processes: Outputs) -> Outputs:
     """Without any; starting the processes takes seconds."""
     for slot in list(processes.tokens):
         processes.release(slot)
+    processes.slots = None
     for part in processes.guides._parts:
         part._ends.clear()
     assert processes.guides.wait_ready(_TIMEOUT_S)
@@ -309,6 +315,76 @@ def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
         outputs.admit(slot)
     outputs.check()
     assert sent.count(Kind.GRAMMAR) == 5 and sent.count(Kind.DROP) == 4, sent
+
+
+def test_masks_of_all_processes_are_copied_at_once(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy asks for the interpreter's lock, which the step thread wants at the same time."""
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    outputs.check()
+    monkeypatch.setattr(process_guides, "_GATHER_S", 1.0)
+    published, publish = [], outputs.masks.publish
+    monkeypatch.setattr(
+        outputs.masks, "publish", lambda rows, positions: (published.append(len(rows)), publish(rows, positions))
+    )
+    outputs.step()
+    outputs.check()
+    assert published == [NUM_SLOTS]
+
+
+def test_a_step_of_the_same_slots_follows_the_outputs_that_have_them_now(outputs: Outputs) -> None:
+    """Rows of a step are kept as long as steps have the same array of slots."""
+    outputs.admit(0)
+    outputs.admit(1)
+    slots = np.array([0, 1, 3], np.int32)
+    outputs.slots = slots
+    for _ in range(3):
+        outputs.check()
+        outputs.step()
+    outputs.check()
+    outputs.release(0)
+    outputs.admit(0)
+    outputs.check()
+    outputs.step()
+    outputs.check()
+    outputs.release(1)
+    outputs.admit(3)
+    outputs.check()
+    for _ in range(3):
+        outputs.step()
+        outputs.check()
+
+
+def test_a_server_is_warm_without_outputs_and_one_that_cannot_be_is_none_the_worse() -> None:
+    told: list[tuple[Kind, bytes]] = []
+
+    class Told(Reports):
+        def send(self, kind: Kind, *parts: bytes) -> None:
+            told.append((kind, b"".join(parts)))
+
+    class Broken(type(backend())):  # type: ignore[misc]
+        def compile(self, source: GrammarSource) -> bytes:
+            raise RuntimeError("no room")
+
+    num_ids = vocabulary().vocab_size
+    broken = Broken(GuidedVocabulary.of(vocabulary()))
+    artefact = backend().compile(SOURCES[0])
+    expected = np.zeros(-(-num_ids // 32), np.int32)
+    backend().load(artefact).matcher().fill(expected)
+    for library in (backend(), broken):
+        server = warm_server(library, num_ids)
+        words: MaskWords = np.zeros((2, len(expected)), np.int32)
+        server.attach(ReportedMasks(words, Told()))
+        told.clear()
+        # Row 0 and grammar 1 were those of outputs that nobody asked for.
+        server.take(Kind.ADMIT, ints(*Admission(row=0, serial=1, grammar=1, position=4, has_mask=0)))
+        _until(lambda: bool(told), "it is answered")
+        assert [kind for kind, _ in told] == [Kind.FAILED]
+        server.take(Kind.GRAMMAR, ints(2) + artefact)
+        server.take(Kind.ADMIT, ints(*Admission(row=1, serial=7, grammar=2, position=4, has_mask=0)))
+        _until(lambda: len(told) > 1, "it is answered")
+        assert told[1:] == [(Kind.PUBLISHED, ints(1, 7, 4))]
+        assert (words[1] == expected).all() and not words[0].any()
 
 
 def test_processes_end_with_their_worker(tmp_path: Path) -> None:

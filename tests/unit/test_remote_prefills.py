@@ -342,3 +342,27 @@ def test_it_says_why_a_prefill_group_runs_whole_requests(monkeypatch: pytest.Mon
     world.remote.begin(output, world.decode)
     assert len(told) == 2 and told[1]["most"] == output.request.max_total_len - 1
     assert not output.transfer_id and not world.decode.reservations
+
+
+def test_a_prompt_whose_prefill_side_is_lost_while_it_waits_for_room_goes_to_another_one() -> None:
+    first, other, unlike = FakeLink(PREFILL), FakeLink(PREFILL, waiting=100), FakeLink(PREFILL)
+    unlike.page_size = 16
+    world = World(first, other, unlike)
+    transfer_id = world.begin()
+    first.is_group_serving = False
+    world.remote.tick(0.5)
+    world.answer(transfer_id)
+    assert other.prefills == [transfer_id] and not (first.prefills or unlike.prefills)
+    assert not any(is_cancelled for is_cancelled, _ in world.told())
+
+
+def test_a_reservation_that_waits_for_room_is_renewed_and_given_up_in_time() -> None:
+    link = FakeLink(PREFILL)
+    world = World(link)
+    world.begin()
+    for world.now in (1.0, 2.0, 3.0):
+        world.remote.tick(world.now)
+    assert world.told()[1:] == [(False, 0)] * 3
+    world.now = 60.0
+    world.remote.tick(world.now)
+    assert not len(world.remote) and world.told()[-1] == (True, 0) and not link.cancelled

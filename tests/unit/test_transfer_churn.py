@@ -14,7 +14,8 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.pages.integrity import find_deep_violation
 from radixmesh.daemons.scheduler.pages.page_states import PageState
-from radixmesh.daemons.scheduler.transfers.arrivals import Arrival, ArrivalState, KvArrivals
+from radixmesh.daemons.scheduler.transfers.arrival import Arrival, ArrivalState
+from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.receiver import Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool
@@ -144,7 +145,7 @@ def test_a_day_of_arrivals_leaves_no_page_and_no_lock(hours: int) -> None:
     world = World(page_size=4, num_pages=256)
     state = world.planner.state
     assert state is not None
-    arrivals = KvArrivals(world.planner.queue, patience_s=3.0)
+    arrivals = KvArrivals(world.planner.queue, world.planner.arrivals.room, patience_s=3.0)
     live: list[Arrival] = []
     while now < hours * 3600:
         now += TICK_S
@@ -180,7 +181,7 @@ def test_a_day_of_arrivals_leaves_no_page_and_no_lock(hours: int) -> None:
             arrivals.give_up(state)
         if number % 50 == 0:
             assert not find_deep_violation(state.pages.pool, state.pages.cache, state.table), number
-        arrivals.take_wanted()
+        arrivals.take_wanted(state)
         arrivals.take_failed()
     assert arrivals.num_arrived > 50 * hours and arrivals.num_failed > 10 * hours
     for arrival in live:

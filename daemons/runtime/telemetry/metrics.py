@@ -373,6 +373,27 @@ class Metrics:
         )
         for outcome in ("handed_over", "arrived", "failed"):
             self.kv_transfers.labels(outcome)
+        self.kv_arrival_failures = make.counter(
+            "radixmesh_kv_arrival_failures_total",
+            by,
+            "KV transfers that brought nothing, by reason; cached: none was needed.",
+            ["reason"],
+        )
+        for reason in ("queue", "pages", "stalled", "lease", "left", "cancelled", "refused", "commit"):
+            self.kv_arrival_failures.labels(reason)
+        self.kv_arrival_seconds = make.counter(
+            "radixmesh_kv_arrival_seconds_total",
+            by,
+            "Time of KV transfers by stage: queue (for room), prefill (until written), commit.",
+            ["stage"],
+        )
+        for stage in ("queue", "prefill", "commit"):
+            self.kv_arrival_seconds.labels(stage)
+        self.kv_reservations_queued = make.gauge(
+            "radixmesh_kv_reservations_queued",
+            by,
+            "Prompts that wait for pages, a slot or staging before their KV is computed elsewhere.",
+        )
         self.remote_first_tokens = make.counter(
             "radixmesh_remote_first_tokens_total",
             "router",

@@ -106,8 +106,8 @@ class GroupStream:
         epoch: int,
         experts: worker_pb2.ExpertPlacement | None = None,
     ) -> int:
-        """Makes the ranks, fenced by `epoch`, a new group without KV; its generation. experts: their placement, where
-        it is another than that of the loaded weights."""
+        """Makes the ranks, fenced by `epoch`, a new group; its generation. Ranks that hold a model together lose their
+        KV, others keep it. experts: their placement, where it is another than that of the loaded weights."""
         # The epoch is above every rank's highest one. What ranks report is not enough: one that has left a group, or
         # whose forming was cut off, reports none and still refuses the generations that it has seen.
         generation = epoch

@@ -48,6 +48,7 @@ from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 from radixmesh.daemons.scheduler.tiers.kv_fetches import KvFetches
 from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
+from radixmesh.daemons.scheduler.transfers.arrival import ArrivalRoom
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
@@ -83,7 +84,12 @@ class Planner:
         self.token_time = TokenTime()
         self.counters = PlannerCounters()
         self.grammars = GrammarGate(self.queue)
-        self.arrivals = KvArrivals(self.queue, patience_s=settings.transfer_timeout_s)
+        self.arrivals = KvArrivals(
+            self.queue,
+            ArrivalRoom(self._decode_reserve, settings.prefill_limits),
+            patience_s=settings.transfer_timeout_s,
+            queue_s=settings.transfer_queue_s,
+        )
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
         tiers = settings.tiers
         self.loads = KvLoads(
@@ -96,7 +102,7 @@ class Planner:
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
-        self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish, self.loads.let_go)
+        self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish, self._let_go)
         self._reader = ResultReader(self._finish, self._retraction.leave, self._observer, self.grammars.missed)
         self._preemption = Preemption.of(settings, self.queue, self._retraction, self.counters)
 
@@ -109,6 +115,10 @@ class Planner:
     def group(self) -> GroupInfo | None:
         """The group as last seen; None before the first epoch."""
         return self._group
+
+    def _let_go(self, state: EpochState) -> bool:
+        """Unlocks cached pages that are kept for requests without a slot; False: there are none."""
+        return self.loads.let_go(state) or self.arrivals.let_go(state)
 
     @property
     def num_running(self) -> int:

@@ -54,8 +54,11 @@ class PlannerSettings:
     balance: BalanceSettings = BalanceSettings()
     """When experts move between ranks."""
     transfer_timeout_s: float = 3.0
-    transfer_chunk_tokens: int = 2048
     """A request waits so long for KV from elsewhere that makes no progress."""
+    transfer_queue_s: float = 30.0
+    """And so long for room for it."""
+    transfer_chunk_tokens: int = 2048
+    """See KvHandovers."""
     tiers: TierSettings = TierSettings()
     """Use of host memory, where workers have some for KV."""
     check_invariants: bool = False

@@ -16,7 +16,7 @@ from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.messages import kv_share_of
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.scheduler.transfers.arrivals import Arrival
+from radixmesh.daemons.scheduler.transfers.arrival import Arrival, ArrivalFailure
 from radixmesh.daemons.scheduler.transfers.handovers import Handover
 from radixmesh.daemons.scheduler.transfers.kv_parts import RankPart, rank_parts
 from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget, digest_of
@@ -66,12 +66,13 @@ class TransferCalls:
         state = self._planner.state
         if state is None:
             return
-        for arrival in self._planner.arrivals.take_wanted():
+        for arrival in self._planner.arrivals.take_wanted(state):
             self._spawn(self._receive(state, arrival))
             if self._renewing is None or self._renewing.done():
                 self._renewing = self._spawn(self._renew())
         for arrival in self._planner.arrivals.take_failed():
-            self._tell(arrival.transfer_id, None, _not_kept())
+            is_needed = arrival.failure != ArrivalFailure.CACHED
+            self._tell(arrival.transfer_id, None, _not_kept() if is_needed else None)
             self._spawn(self.abort_arrival(arrival))
         handovers = self._planner.handovers
         given_up = handovers.take_given_up()
@@ -107,11 +108,17 @@ class TransferCalls:
             shares = [kv_share_of(rank.transfer_kv) for rank in ranks]
             arrival.parts = parts = rank_parts(arrival.transfer_id, shares, arrival.writers)
             async with asyncio.timeout(_TIMEOUT_S):
-                regions = await together([self.prepare(ranks[part.receiver], arrival, part) for part in parts])
+                regions = await self._regions(ranks, arrival, parts)
+            if regions is None:
+                arrivals.refused(state, arrival)
+                return
             if not arrivals.prepared(arrival):
                 # Given up meanwhile: that abort may have come before the region.
                 await self.abort_arrival(arrival)
                 return
+            self._changed()  # Others may have their turn.
+            began = self._clock()
+            arrivals.seconds["queue"] += began - arrival.since
             addresses = self._addresses()[self._number_of(arrival.rank, 0) :]
             target = KvTarget(
                 transfer_id=arrival.transfer_id,
@@ -128,6 +135,7 @@ class TransferCalls:
             )
             await asyncio.wait((written, ending := self._spawn(writing.wait())), return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
+            arrivals.seconds["prefill"] += self._clock() - began
             # Of several ranks one might scatter, and another have lost its writer.
             is_early = len(ranks) == 1 and not written.done() and arrivals.has_room(state, arrival)
             if is_early and arrivals.written(state, arrival, is_awaited=True):
@@ -137,7 +145,8 @@ class TransferCalls:
             await written
             log.debug("kv_arrival_written", transfer=arrival.transfer_id)
             # Pages come free with steps, of which nobody tells.
-            while not arrivals.has_room(state, arrival):  # noqa: ASYNC110
+            while not arrivals.has_room(state, arrival):
+                arrivals.waits_for_pages(arrival)
                 await asyncio.sleep(_ROOM_POLL_S)
             if arrivals.written(state, arrival):
                 await self._commit(state, arrival)
@@ -145,11 +154,25 @@ class TransferCalls:
             log.info("kv_did_not_arrive", transfer=arrival.transfer_id, error=str(error) or "timeout")
             if isinstance(error, MeshError):
                 self._tell(arrival.transfer_id, None, error)
-            arrivals.failed(state, arrival)
+            arrivals.failed(state, arrival, _reason_of(error))
         finally:
             if written is not None:
                 _dismiss(written)
             self._changed()
+
+    async def _regions(
+        self, ranks: Sequence[WorkerStream], arrival: Arrival, parts: Sequence[RankPart]
+    ) -> list[worker_pb2.PrepareTransferResponse] | None:
+        """Of all parts; None: not all of them have staging memory now. Raises MeshError."""
+        try:
+            return await together([self.prepare(ranks[part.receiver], arrival, part) for part in parts])
+        except MeshError as error:
+            if error.reason != ErrorReason.ERROR_REASON_OVERLOADED:
+                raise
+        if len(parts) > 1:
+            # The same ids are prepared again: nothing of them may be left.
+            await self.abort_arrival(arrival)
+        return None
 
     async def prepare(self, rank: WorkerStream, arrival: Arrival, part: RankPart) -> worker_pb2.PrepareTransferResponse:
         request = worker_pb2.PrepareTransferRequest(
@@ -178,14 +201,14 @@ class TransferCalls:
                 is_ending = True
                 writing.ends()
             if answer.failure:
-                name = worker_pb2.TransferFailure.Name(answer.failure).removeprefix("TRANSFER_FAILURE_").lower()
-                raise _failed(f"the transfer failed: {name}")
+                name = _name_of(answer.failure)
+                raise _failed(f"the transfer failed: {name}", f"worker_{name}")
         raise _failed("the worker stopped watching the transfer")
 
     async def _commit(self, state: EpochState, arrival: Arrival, written: asyncio.Task[object] | None = None) -> None:
         """written: the end of a writer that the workers wait for; None: it has ended."""
         is_valid = are_pages_sound = False
-        was_granted = True
+        was_granted, failure, began = True, str(ArrivalFailure.COMMIT), self._clock()
         try:
             ranks = enumerate(self._stream.workers_of(arrival.rank))
             committing = self._spawn(together([_committed(rank, state, arrival, number) for number, rank in ranks]))
@@ -195,14 +218,22 @@ class TransferCalls:
                 arrival.is_awaited = False
             async with asyncio.timeout(_TIMEOUT_S):
                 answers = await committing
+            told = [a.failure for a in answers if a is not None and a.failure]
+            failure = f"worker_{_name_of(told[0])}" if told else failure
             is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
             was_granted = any(a is not None for a in answers)
             is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
             are_pages_sound = is_valid or is_same or not was_granted
         finally:
             log.debug("kv_committed", transfer=arrival.transfer_id, is_valid=is_valid)
+            self._planner.arrivals.seconds["commit"] += self._clock() - began
             self._planner.arrivals.committed(
-                state, arrival, is_valid=is_valid, are_pages_sound=are_pages_sound, was_granted=was_granted
+                state,
+                arrival,
+                is_valid=is_valid,
+                are_pages_sound=are_pages_sound,
+                was_granted=was_granted,
+                failure=failure,
             )
 
     async def _renew(self) -> None:
@@ -287,7 +318,7 @@ class TransferCalls:
                     await asyncio.sleep(_ROOM_POLL_S)
                 await together(
                     [
-                        ranks[part.writer].transport.start_transfer(_start_of(ranks[part.writer], handover, part))
+                        ranks[part.writer].transport.start_transfer(start_of(ranks[part.writer], handover, part))
                         for part in parts
                     ]
                 )
@@ -336,6 +367,7 @@ async def _committed(
     rank: WorkerStream, state: EpochState, arrival: Arrival, number: int
 ) -> worker_pb2.CommitTransferResponse | None:
     """None: the worker has not touched the pages, since the transfer was over before (its lease ran out)."""
+    assert arrival.held is not None
     held = arrival.held.pages
     transfer_id, *others = (part.transfer_id for part in arrival.parts if part.receiver == number)
     request = worker_pb2.CommitTransferRequest(
@@ -381,7 +413,8 @@ def _target_parts(target: KvTarget) -> list[_TargetPart]:
     return parts
 
 
-def _start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> worker_pb2.StartTransferRequest:
+def start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> worker_pb2.StartTransferRequest:
+    """Asks a rank for its part of a chunk."""
     return worker_pb2.StartTransferRequest(
         transfer_id=part.region.transfer_id,
         epoch=rank.epoch,
@@ -397,8 +430,21 @@ def _start_of(rank: WorkerStream, handover: Handover, part: _TargetPart) -> work
     )
 
 
-def _failed(message: str) -> MeshError:
-    return MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+def _failed(message: str, failure: str = "") -> MeshError:
+    details = {"failure": failure} if failure else {}
+    return MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, details)
+
+
+def _reason_of(error: MeshError | TimeoutError) -> str:
+    """As metrics name it."""
+    if not isinstance(error, MeshError):
+        return ArrivalFailure.TIMEOUT
+    told = error.metadata.get("failure", "")
+    return told if told.startswith("worker_") else ArrivalFailure.REFUSED
+
+
+def _name_of(failure: worker_pb2.TransferFailure) -> str:
+    return worker_pb2.TransferFailure.Name(failure).removeprefix("TRANSFER_FAILURE_").lower()
 
 
 def _not_kept() -> MeshError:

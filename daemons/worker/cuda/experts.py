@@ -1,6 +1,7 @@
 """The seam between a layer and the weights of its routed experts: a form of the weights is a kind of `Experts`.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [out, in].
+Legend: T rows, D hidden size, E experts, F mlp size of an expert; P slots with room for X rows each. Weights are [out,
+in].
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.ops import Ops
-from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant
+from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant, SlotRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, fits_row_experts
@@ -20,9 +21,20 @@ from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, fits_row_e
 class Experts(ABC):
     """All experts of a layer on the device. Work goes to the current stream and may be captured."""
 
+    weighs_results: bool = True
+    """Weights of picks multiply what experts give, not what they read."""
+
     @abstractmethod
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         """Adds the weighted sum of what each row's experts make of x to the residual in place."""
+
+    def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
+        """[T, D], contiguous: that sum alone, of rows of which about num_expected picks are of these experts."""
+        raise AssertionError(f"{type(self).__name__} are not divided among ranks")
+
+    def of_slots(self, rows: SlotRows) -> torch.Tensor:
+        """[P, X, D], contiguous: what the expert of each slot makes of its rows; anything where no row is."""
+        raise AssertionError(f"{type(self).__name__} are not divided among ranks")
 
     def bytes_of(self, slot: int) -> list[torch.Tensor]:
         """The weights of one expert as they lie in memory, uint8 views: an expert is replaced by writing to them."""
@@ -37,9 +49,18 @@ class PlainExperts(Experts):
     ) -> None:
         self._ops, self._w_gate_up_E2FD, self._w_down_EDF = ops, w_gate_up_E2FD, w_down_EDF
         self._variant = variant
+        self.weighs_results = not variant.scales_input
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
+        weights = self._w_gate_up_E2FD, self._w_down_EDF
+        self._ops.experts(x_TD, routes, *weights, self._variant, residual_TD=residual_TD)
+
+    def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
+        weights = self._w_gate_up_E2FD, self._w_down_EDF
+        return self._ops.experts(x_TD, routes, *weights, self._variant, num_expected=num_expected)
+
+    def of_slots(self, rows: SlotRows) -> torch.Tensor:
+        return self._ops.slot_experts(rows, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
 
     def bytes_of(self, slot: int) -> list[torch.Tensor]:
         weights = [self._w_gate_up_E2FD[slot], self._w_down_EDF[slot]]
@@ -83,7 +104,13 @@ class Fp8Experts(Experts):
         self._ops, self._weights = ops, weights
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        self._ops.add_experts(residual_TD, x_TD, routes, self._weights)
+        self._ops.experts(x_TD, routes, self._weights, residual_TD=residual_TD)
+
+    def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
+        return self._ops.experts(x_TD, routes, self._weights, num_expected=num_expected)
+
+    def of_slots(self, rows: SlotRows) -> torch.Tensor:
+        return self._ops.slot_experts(rows, self._weights)
 
     def bytes_of(self, slot: int) -> list[torch.Tensor]:
         weights = self._weights

@@ -13,6 +13,7 @@ from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8
 from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_gemm
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
 from radixmesh.daemons.worker.cuda.gemm.tuning import tuned_gemm
+from radixmesh.daemons.worker.cuda.gemm.tuning_notes import TuningNotes
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 
@@ -55,7 +56,13 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
             gemm = tuned_gemm(
-                matrices, model.dtype, sizes, device, use_pdl=settings.use_pdl, has_few_rows=settings.few_rows_gemm
+                matrices,
+                model.dtype,
+                sizes,
+                device,
+                use_pdl=settings.use_pdl,
+                has_few_rows=settings.few_rows_gemm,
+                notes=None if settings.few_rows_gemm else TuningNotes.of_device(device),
             )
     if name == "torch":
         return TorchOps()
@@ -80,6 +87,7 @@ def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: t
             use_pdl=use_pdl,
             is_deterministic=settings.deterministic,
             is_tuned=settings.tune_gemm,
+            notes=TuningNotes.of_device(device) if device.type == "cuda" else None,
         )
     return TritonFp8Ops(plain, gemm, use_pdl=use_pdl, is_deterministic=settings.deterministic)
 

@@ -24,8 +24,11 @@ from radixmesh.kernels.moe.experts_config import default_config
 from radixmesh.kernels.moe.grouped_gemm import (
     SWIGLU,
     ExpertVariant,
+    SlotRows,
     routed_experts,
     routed_experts_reference,
+    slot_experts,
+    slot_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
 from radixmesh.kernels.moe.router_logits import router_logits, router_logits_reference
@@ -124,18 +127,34 @@ class Ops(ABC):
         """Routes to slots of the experts, whose picks are counted."""
         return Routes(choose_slots_reference(routes.expert_ids_TA, table, picks_E, rank, tokens), routes.weights_TA)
 
-    def add_experts(
+    def experts(
         self,
-        residual_TD: torch.Tensor,
         x_TD: torch.Tensor,
         routes: Routes,
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
         variant: ExpertVariant = SWIGLU,
-    ) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
-        residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant))
+        *,
+        residual_TD: torch.Tensor | None = None,
+        num_expected: int | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum of what each row's experts make of x; a residual is added to it, and becomes the result.
+        num_expected: as `routed_experts`."""
+        out_TD = routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant)
         self.gemm.changed()
+        return out_TD if residual_TD is None else residual_TD.copy_(out_TD)
+
+    def slot_experts(
+        self,
+        rows: SlotRows,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+        variant: ExpertVariant = SWIGLU,
+    ) -> torch.Tensor:
+        """Results of each row by the expert of its slot, where the row lies; anything where no row is."""
+        results_PXD = slot_experts_reference(rows, w_gate_up_E2FD, w_down_EDF, variant)
+        self.gemm.changed()
+        return results_PXD
 
     def add_row_experts(
         self,
@@ -252,16 +271,18 @@ class TritonOps(Ops):
     ) -> Routes:
         return Routes(choose_slots(routes.expert_ids_TA, table, picks_E, rank, tokens), routes.weights_TA)
 
-    def add_experts(
+    def experts(
         self,
-        residual_TD: torch.Tensor,
         x_TD: torch.Tensor,
         routes: Routes,
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
         variant: ExpertVariant = SWIGLU,
-    ) -> None:
-        routed_experts(
+        *,
+        residual_TD: torch.Tensor | None = None,
+        num_expected: int | None = None,
+    ) -> torch.Tensor:
+        out_TD = routed_experts(
             x_TD,
             routes,
             w_gate_up_E2FD,
@@ -270,9 +291,24 @@ class TritonOps(Ops):
             out=residual_TD,
             config=self._experts_config,
             variant=variant,
+            num_expected=num_expected,
             use_pdl=self._use_pdl and len(x_TD) > 1,
         )
         self.gemm.changed()
+        return out_TD
+
+    def slot_experts(
+        self,
+        rows: SlotRows,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+        variant: ExpertVariant = SWIGLU,
+    ) -> torch.Tensor:
+        results_PXD = slot_experts(
+            rows, w_gate_up_E2FD, w_down_EDF, config=self._experts_config, variant=variant, use_pdl=self._use_pdl
+        )
+        self.gemm.changed()
+        return results_PXD
 
     def add_row_experts(
         self,

@@ -10,6 +10,7 @@ Those of prompt tokens are computed when the step's result is asked for, from hi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -210,20 +211,39 @@ class DeviceRunner(ModelRunner):
         return NetworkDrafter(self._network)
 
     def formed(self) -> None:
-        self.links.agree(self._limits, self.model.dtype, self.is_deterministic, self.page_size)
+        started = time.monotonic()
+        is_again = self.links.agree(self._limits, self.model.dtype, self.is_deterministic, self.page_size)
         with self.device.in_order(), torch.inference_mode():
             if self.links.is_captured_anew:
                 self.forwards.drop()
             self.links.form()
+        connected = time.monotonic()
         if self.links.is_captured_anew:
-            self.warm_up(is_compiled=True)
+            if is_again and self.links.experts is not None:
+                # Requests wait.
+                self.forwards.capture_late()
+            else:
+                self.warm_up(is_formed=True)
         if self._moves is not None:
             self._moves.forget_picks()
+        captured = time.monotonic()
+        _log.info("ranks_connected", seconds=round(connected - started, 3), captures_s=round(captured - connected, 3))
 
     def set_dispatch_mode(
         self, dispatch: DispatchMode, max_tokens_per_rank: int, *, may_have_chunks: bool = False
     ) -> None:
-        self.forwards.set_dispatch_mode(dispatch, max_tokens_per_rank, may_have_chunks)
+        self.forwards.set_dispatch_mode(dispatch, max_tokens_per_rank, may_have_chunks, self._capture)
+
+    def _capture(self, num_rows: int) -> None:
+        """Captures decodes of one size between two steps, as all ranks do. Raises CollectiveAborted or RankLost."""
+        self.links.check()
+        started = time.monotonic()
+        with self.device.in_order(), torch.inference_mode(), self.links.losses_told():
+            # No event says when the staging slots that it takes are free again.
+            self.device.record_event().wait()
+            self.forwards.decodes.capture(self._sampler, (num_rows,))
+            self.device.record_event().wait()
+        _log.info("graph_captured", rows=num_rows, seconds=round(time.monotonic() - started, 3))
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
@@ -243,24 +263,26 @@ class DeviceRunner(ModelRunner):
         """False where the attention needs exact lengths, which the host does not know while steps with drafts run."""
         return not self.attention.needs_exact_lengths
 
-    def warm_up(self, *, has_decodes: bool = True, is_compiled: bool = False) -> None:
+    def warm_up(self, *, has_decodes: bool = True, is_formed: bool = False) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start.
 
-        has_decodes: False before verify(), which captures the decodes itself: no others come. is_compiled: of another
-        generation of the group; ranks that have met send each other what kernels have computed, and nothing else.
+        has_decodes: False before verify(), which captures the decodes itself: no others come. is_formed: the ranks have
+        met, after a warm-up of each alone; graphs that hold their connections are captured then and not before. What
+        they send each other is what kernels have computed, and nothing else.
         """
+        is_recorded = is_formed or not self.links.is_captured_anew
         with self.device.in_order(), torch.inference_mode():
-            if self.can_compile_ahead and not is_compiled:
+            if self.can_compile_ahead and not is_formed:
                 compile_ahead(self.launch_all)
-            self.forwards.prompts.capture()
+            self.forwards.prompts.capture(is_recorded=is_recorded)
             self.set_dispatch_mode(DispatchMode.NORMAL, 0)
             if Task.GENERATE not in self.tasks:
                 self.forwards.prompts.warm_up()
                 self.device.record_event().wait()
                 return
             if has_decodes:
-                self.forwards.decodes.capture(self._sampler)
+                self.forwards.decodes.capture(self._sampler, is_recorded=is_recorded)
                 self.set_dispatch_mode(DispatchMode.NORMAL, 0)
             self.forwards.prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
@@ -268,7 +290,7 @@ class DeviceRunner(ModelRunner):
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
                 max_tokens_per_step=self._limits.max_tokens_per_step,
-                num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
+                num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" and is_recorded else 1,
             ):
                 if has_decodes or segments:
                     mode = DispatchMode.NORMAL if segments else DispatchMode.LOW_LATENCY

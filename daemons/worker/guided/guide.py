@@ -43,6 +43,8 @@ class Guide:
 
     # One for all guides: a step takes it once for all of its outputs.
     _lock = threading.Lock()
+    num_failures = 0
+    """Of all guides so far: while it stays the same, no other guide has an error."""
 
     def __init__(
         self,
@@ -249,6 +251,8 @@ class Guide:
             error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
         if self.error is None:
             self.error = error
+            with Guide._lock:
+                Guide.num_failures += 1
             self._sink.failed(error)
 
     def _advance(self, tokens: Sequence[int]) -> None:

@@ -96,6 +96,10 @@ class SlotGuides(Guides):
         self._filler = MaskFiller()
         self._follower = StepFollower()
         self._guides: dict[int, Guide] = {}
+        self._failures_seen = -1
+        """Of all guides, when none of these had an error."""
+        self._before: tuple[IntArray, _Rows] | None = None
+        """Slots of the step that was launched last, and its rows, if no output has come or left since."""
 
     def __len__(self) -> int:
         return len(self._guides)
@@ -112,6 +116,7 @@ class SlotGuides(Guides):
             sink=sink,
             max_drafts=self._max_drafts,
         )
+        self._before = None
         self._filler.begin(guide)
         return guide
 
@@ -122,6 +127,7 @@ class SlotGuides(Guides):
     def released(self, slot: int) -> None:
         guide = self._guides.pop(slot, None)
         if guide is not None:
+            self._before = None
             guide.close()
 
     def clear(self) -> None:
@@ -130,7 +136,12 @@ class SlotGuides(Guides):
 
     @property
     def has_errors(self) -> bool:
-        return any(guide.error is not None for guide in self._guides.values())
+        failures = Guide.num_failures
+        if failures == self._failures_seen:
+            return False
+        has_errors = any(guide.error is not None for guide in self._guides.values())
+        self._failures_seen = -1 if has_errors else failures
+        return has_errors
 
     def errors(self) -> Iterator[tuple[int, MeshError]]:
         for slot, guide in self._guides.items():
@@ -143,8 +154,12 @@ class SlotGuides(Guides):
             self._filler.follow([(guide, of_slot) for guide, of_slot in pairs if guide is not None])
 
     def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
-        guides = [self._guides.get(slot) for slot in np.asarray(slots).tolist()]
-        return self._follower.launched(_Rows(guides, self._filler), tokens)
+        before = self._before
+        if before is None or before[0] is not slots:
+            # Steps that only advance have the array of the one before.
+            guides = [self._guides.get(slot) for slot in np.asarray(slots).tolist()]
+            before = self._before = slots, _Rows(guides, self._filler)
+        return self._follower.launched(before[1], tokens)
 
     def wait(self, slots: Iterable[int], seconds: float | None) -> None:
         ends = time.monotonic() + (seconds or 0.0)

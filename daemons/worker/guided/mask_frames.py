@@ -3,7 +3,7 @@
     MEMORY   worker -> process   JSON of Memory, with the descriptor of the masks' memory
     GRAMMAR, DROP    ->          a number, and behind it the artefact; a number: nobody who comes follows that one
     ADMIT            ->          int32: Admission, then the tokens that the output has already
-    TOKENS           ->          int32 [3, outputs]: row, serial, token; an output has one in a frame
+    TOKENS           ->          int32 [outputs, 3]: row, serial, token; an output has one in a frame
     CLOSE            ->          int32: row, serial
     READY            <-          the library is there
     PUBLISHED        <-          int32 [3, outputs]: row, serial, position of the token that the mask in that row is for

@@ -52,8 +52,8 @@ class PartState(Enum):
 
 
 class OutputRows:
-    """Outputs by the row of their mask: what each has so far, and how far its masks are. Changed under the lock of the
-    row's part; published: by the I/O thread."""
+    """Outputs by the row of their mask: what each has so far, and how far its masks are. Changed under the lock of all
+    parts; published: by the I/O thread."""
 
     def __init__(self, num_rows: int, max_total_len: int) -> None:
         self.serials: IntArray = np.zeros(num_rows, np.int32)
@@ -84,6 +84,11 @@ class OutputRows:
         self._num_tokens[rows] = np.minimum(at + 1, self._tokens.shape[1] - 1)
         self.known[rows] += 1
 
+    def are_there(self, rows: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
+        """Of each row: whether it still has the output of this serial. Another one may have it since."""
+        is_there: npt.NDArray[np.bool_] = (self.serials[rows] == serials) & self.is_open[rows]
+        return is_there
+
     def output_of(self, row: int) -> IntArray:
         return self._tokens[row, : self._num_tokens[row]]
 
@@ -93,10 +98,12 @@ class OutputRows:
 
 
 class Shared:
-    """Of all parts. rows, memory: set before any part has an output. wake: has the I/O thread look at the parts."""
+    """Of all parts. rows, memory: set before any part has an output. wake: has the I/O thread look at the parts. lock:
+    of the outputs of all parts, as a step moves all of them on at once."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
+        self.lock = threading.Lock()
         self.rows = OutputRows(0, 0)
         self.memory: SharedMaskMemory | None = None
         self.changed = threading.Condition()
@@ -114,11 +121,13 @@ class MaskPart:
         self.number = number
         self.state = PartState.STARTING
         self.link: MaskLink | None = None
+        self.is_awaited = False
+        """Tokens were on their way to it since its last masks came."""
         self.told_s = self.sent_s = 0.0
         """When the last tokens came, and when they were on their way, by the clock of perf_counter()."""
         self._is_gone = False
         self._shared, self._folder, self._backend = shared, folder, backend
-        self._lock = threading.Lock()
+        self._lock = shared.lock
         self._outputs: dict[int, tuple[MaskSink, str, bytes]] = {}
         """By row: memory, and the hash and artefact of the grammar."""
         self._leaving: dict[int, MaskSink] = {}
@@ -150,20 +159,11 @@ class MaskPart:
             elif self.state is PartState.LIVE:
                 self._send_output(sink.row)
 
-    def follow(self, rows: IntArray, serials: IntArray, tokens: IntArray) -> None:
-        state = self._shared.rows
-        told_s = time.perf_counter()
-        with self._lock:
-            # An output may have left since the step was launched, and another one have its row.
-            mine = (state.serials[rows] == serials) & state.is_open[rows]
-            if not mine.all():
-                rows, serials, tokens = rows[mine], serials[mine], tokens[mine]
-            if not len(rows):
-                return
-            state.add(rows, tokens)
-            if self.state is PartState.LIVE and self.link is not None:
-                self.link.send(frame(Kind.TOKENS, np.concatenate((rows, serials, tokens)).tobytes()))
-                self.told_s, self.sent_s = told_s, time.perf_counter()
+    def send_tokens(self, moves: IntArray, told_s: float) -> None:
+        """moves: rows of this part, their serials and tokens, int32 [outputs, 3]. Called with the lock held."""
+        if self.state is PartState.LIVE and self.link is not None:
+            self.link.send(frame(Kind.TOKENS, moves.tobytes()))
+            self.told_s, self.sent_s = told_s, time.perf_counter()
 
     def close(self, row: int) -> None:
         """The output of the row has left."""
@@ -198,6 +198,7 @@ class MaskPart:
             for kind, payload in link.read():
                 if kind == Kind.PUBLISHED:
                     published.append(self._checked(np.frombuffer(payload, np.int32).reshape(3, -1)))
+                    self.is_awaited = False
                 elif kind == Kind.FREED:
                     self._freed(*np.frombuffer(payload, np.int32).tolist())
                 elif kind == Kind.FAILED:
@@ -259,7 +260,7 @@ class MaskPart:
             return
         now_s, self._is_gone = time.monotonic(), False
         with self._lock:
-            self.link, self.state = None, PartState.STARTING
+            self.link, self.state, self.is_awaited = None, PartState.STARTING, False
             leaving = list(self._leaving.values())
             self._leaving.clear()
             self._sent.clear()

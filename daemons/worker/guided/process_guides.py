@@ -33,6 +33,9 @@ from radixmesh.daemons.worker.guided.step_follower import StepFollower, StepRows
 log = get_logger(__name__)
 
 _CHECK_S = 1.0
+# Parts have as much to fill, and report at nearly the same time: masks of all of them are copied at once, because each
+# copy asks some ten times for the interpreter's lock. Steps with enough outputs for several parts take far longer.
+_GATHER_S, _GATHER_TURNS = 0.00015, 2
 
 
 class ProcessGuides(Guides):
@@ -48,6 +51,8 @@ class ProcessGuides(Guides):
         self._row_of_slot: IntArray = np.zeros(0, np.int32)
         self._slot_of_row: dict[int, int] = {}
         self._slow_slots: set[int] = set()
+        self._before: tuple[IntArray, _Rows] | None = None
+        """Slots of the step that was launched last, and its rows, if no output has come or left since."""
         self._parts = [MaskPart(self._shared, number, folder, backend) for number in range(num_processes)]
         for part in self._parts:
             part.start()
@@ -59,6 +64,7 @@ class ProcessGuides(Guides):
         self._shared.rows = OutputRows(len(memory.words), max_total_len)
         self._shared.memory = self._memory = memory
         hand_over_quickly()
+        self._firsts = np.arange(len(self._parts) + 1) * memory.rows_a_part
         # Not joined at exit: a wedged device must not keep the process alive.
         threading.Thread(target=self._serve, name="masks-io", daemon=True).start()
 
@@ -79,6 +85,7 @@ class ProcessGuides(Guides):
 
     def admitted(self, admit: Admit, blob: bytes, store: GrammarStore, sink: MaskSink | None) -> None:
         assert sink is not None, "its masks are in the memory that the processes share"
+        self._before = None
         self._row_of_slot[admit.slot] = sink.row
         self._slot_of_row[sink.row] = admit.slot
         position = len(admit.prompt_ids) + len(admit.output_ids)
@@ -92,6 +99,7 @@ class ProcessGuides(Guides):
         row = int(self._row_of_slot[slot])
         if row < 0:
             return
+        self._before = None
         self._row_of_slot[slot] = -1
         self._slow_slots.discard(slot)
         del self._slot_of_row[row]
@@ -116,14 +124,28 @@ class ProcessGuides(Guides):
         if not self._slot_of_row:
             return
         moves = [(int(self._row_of_slot[slot]), of_slot) for slot, of_slot in tokens]
+        moves.sort(key=lambda move: move[0])
         while moves := [(row, of_slot) for row, of_slot in moves if row >= 0 and len(of_slot)]:
             rows = np.array([row for row, _ in moves], np.int32)
             self.move(rows, self._shared.rows.serials[rows], np.array([of_slot[0] for _, of_slot in moves], np.int32))
             moves = [(row, of_slot[1:]) for row, of_slot in moves]
 
     def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
+        before = self._before
+        if before is None or before[0] is not slots:
+            # Steps that only advance have the array of the one before.
+            before = self._before = slots, self._rows_of(slots)
+        return self._follower.launched(before[1], tokens)
+
+    def _rows_of(self, slots: IntArray) -> _Rows:
         rows = self._row_of_slot[slots]
-        return self._follower.launched(_Rows(self, rows, self._shared.rows.serials[rows]), tokens)
+        order = np.argsort(rows, kind="stable").astype(np.int32)
+        order = order[rows[order] >= 0]
+        rows = rows[order]
+        return _Rows(self, order, rows, self._shared.rows.serials[rows])
+
+    def let_follow(self, through: threading.Lock) -> None:
+        """Waits for nothing: of a step's masks this interpreter does no more than to send tokens."""
 
     def wait(self, slots: Iterable[int], seconds: float | None) -> None:
         awaited = [slot for slot in slots if self.is_late(slot) and not (seconds and slot in self._slow_slots)]
@@ -148,19 +170,32 @@ class ProcessGuides(Guides):
             part.end()
 
     def move(self, rows: IntArray, serials: IntArray, tokens: IntArray) -> None:
-        """Outputs that had these rows, which differ, go on by a token each. Any thread."""
-        of_part = rows // self._shared.rows_a_part
-        for part in self._parts:
-            mine = np.flatnonzero(of_part == part.number)
-            if len(mine):
-                part.follow(rows[mine], serials[mine], tokens[mine])
+        """Outputs that had these rows, which ascend, go on by a token each. Any thread."""
+        shared, told_s = self._shared, time.perf_counter()
+        with shared.lock:
+            # An output may have left since the step was launched, and another one have its row.
+            are_there = shared.rows.are_there(rows, serials)
+            if not are_there.all():
+                rows, serials, tokens = rows[are_there], serials[are_there], tokens[are_there]
+            shared.rows.add(rows, tokens)
+            moves = np.stack((rows, serials, tokens), axis=1)
+            ends = np.searchsorted(rows, self._firsts).tolist()
+            of_parts = [
+                (part, moves[start:end])
+                for part, start, end in zip(self._parts, ends[:-1], ends[1:], strict=True)
+                if start < end
+            ]
+            # Ahead of the first frame: a process may report before the next one has its tokens.
+            for part, _ in of_parts:
+                part.is_awaited = part.state is PartState.LIVE
+            for part, of_part in of_parts:
+                part.send_tokens(of_part, told_s)
 
     def fail(self, rows: IntArray, serials: IntArray, error: Exception) -> None:
         """Outputs that had these rows end."""
         found = error if isinstance(error, MeshError) else _cannot_follow(error)
         for row, serial in zip(rows.tolist(), serials.tolist(), strict=True):
-            if row >= 0:
-                self._part_of(row).fail(row, serial, found)
+            self._part_of(row).fail(row, serial, found)
 
     def _has_failed(self, slot: int) -> bool:
         return int(self._row_of_slot[slot]) in self._shared.rows.errors
@@ -178,14 +213,16 @@ class ProcessGuides(Guides):
         while not self._shared.is_closed:
             try:
                 published: list[IntArray] = []
-                parts = self._wait_for_reports()
+                parts = self._wait_for_reports(_CHECK_S)
                 since_s = time.perf_counter()
-                for part in parts:
-                    try:
-                        part.take(published)
-                    except Exception:
-                        log.exception("mask_reports_failed", part=part.number)
-                        part.ended("its reports cannot be read")
+                self._take(parts, published)
+                for _ in range(_GATHER_TURNS):
+                    if not published or not any(part.is_awaited for part in self._parts):
+                        break
+                    time.sleep(_GATHER_S)
+                    more = self._wait_for_reports(0.0)
+                    self._take(more, published)
+                    parts = [*parts, *(part for part in more if part not in parts)]
                 if published:
                     self._publish(np.concatenate(published, axis=1))
                     _log_times(parts, since_s)
@@ -200,7 +237,16 @@ class ProcessGuides(Guides):
                 log.exception("masks_failed")
                 time.sleep(_CHECK_S)
 
-    def _wait_for_reports(self) -> Sequence[MaskPart]:
+    def _take(self, parts: Sequence[MaskPart], published: list[IntArray]) -> None:
+        for part in parts:
+            try:
+                part.take(published)
+            except Exception:
+                log.exception("mask_reports_failed", part=part.number)
+                part.ended("its reports cannot be read")
+
+    def _wait_for_reports(self, seconds: float) -> Sequence[MaskPart]:
+        """Parts that have something to tell, or room for more to be sent."""
         poll, parts = select.poll(), {}
         poll.register(self._wakes.fileno(), select.POLLIN)
         for part in self._parts:
@@ -211,7 +257,7 @@ class ProcessGuides(Guides):
             if number >= 0:
                 poll.register(number, select.POLLIN | (select.POLLOUT if link.num_kept_bytes else 0))
                 parts[number] = part
-        ready = [number for number, _ in poll.poll(_CHECK_S * 1e3)]
+        ready = [number for number, _ in poll.poll(seconds * 1e3)]
         if self._wakes.fileno() in ready:
             with suppress(BlockingIOError):
                 self._wakes.recv(4096)
@@ -221,9 +267,9 @@ class ProcessGuides(Guides):
         """published: rows, serials and positions, int32 [3, outputs]."""
         state = self._shared.rows
         rows, serials, positions = published
-        mine = (state.serials[rows] == serials) & state.is_open[rows]
-        if not mine.all():
-            rows, positions = rows[mine], positions[mine]
+        are_there = state.are_there(rows, serials)
+        if not are_there.all():
+            rows, positions = rows[are_there], positions[are_there]
         if not len(rows):
             return
         try:
@@ -238,16 +284,19 @@ class ProcessGuides(Guides):
 
 
 class _Rows(StepRows):
-    """rows: of the memory, of a step's first rows, -1 of those that follow no grammar; and their serials."""
+    """Rows of a step that follow grammars, in the order of their masks. order: indexes in the step; rows, serials: of
+    the memory."""
 
-    def __init__(self, guides: ProcessGuides, rows: IntArray, serials: IntArray) -> None:
-        self._guides, self._rows, self._serials = guides, rows, serials
+    def __init__(self, guides: ProcessGuides, order: IntArray, rows: IntArray, serials: IntArray) -> None:
+        self._guides, self._order, self._rows, self._serials = guides, order, rows, serials
 
     def follow(self, tokens: IntArray) -> None:
-        ids = np.asarray(tokens[: len(self._rows)], np.int32)
-        mine = np.flatnonzero((self._rows | ids) >= 0)
-        if len(mine):
-            self._guides.move(self._rows[mine], self._serials[mine], ids[mine])
+        ids, rows, serials = tokens[self._order], self._rows, self._serials
+        has_token = ids >= 0
+        if not has_token.all():
+            ids, rows, serials = ids[has_token], rows[has_token], serials[has_token]
+        if len(ids):
+            self._guides.move(rows, serials, ids)
 
     def fail(self, error: Exception) -> None:
         self._guides.fail(self._rows, self._serials, error)

@@ -199,6 +199,7 @@ class KvTransfers:
             if not isinstance(memory, DevicePiece):
                 await to_the_end(self._run(lambda: job(memory)))
                 return
+            await self._until_next(executor, request.after_step)
             seconds = await to_the_end(
                 self._copied(
                     lambda: begin_gather(
@@ -319,6 +320,13 @@ class KvTransfers:
         except TimeoutError as error:
             message = f"step {step} did not come within {_AFTER_STEP_S:g} s: prefill again"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
+
+    async def _until_next(self, executor: StepExecutor, step: int) -> None:
+        """Returns when the steps ahead of one are over. Copies behind steps, and the threads that wait for them, have
+        one order: of several prompts, one that is computed by a later step would hold up the others' last chunks."""
+        ahead = await self._started(lambda: executor.event_of(step - 1))
+        while not ahead.is_done:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def _written_parts(self, regions: list[Region], epoch: int) -> list[WrittenPart]:
         """Begins to read them, or none of them. Raises TRANSFER_FAILED."""

@@ -105,9 +105,12 @@ class StepExecutor:
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
         self._last_steps[:] = 0
 
-    def reset(self) -> None:
-        """Empties slots, KV and page records: the group was formed anew. No step runs."""
+    def reset(self, *, keeps_kv: bool = False) -> None:
+        """Empties slots, KV and page records: the group was formed anew. No step runs. keeps_kv: only as the next epoch
+        does; records are those of completed steps."""
         assert not self._launched, "steps that were aborted have been finished"
+        if keeps_kv:
+            return
         self.table.clear()
         self.guides.clear()
         self.blobs.begin_epoch()
@@ -379,10 +382,11 @@ class StepExecutor:
             self.guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
-        ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
-        if batch.segments:
-            ids = np.concatenate((*(written.segment_ids or [segment.ids for segment in batch.segments]), ids))
-        self.records.extend_if(written.pages, written.page_generations, written.offsets, ids)
+        if len(written.pages):
+            ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
+            if batch.segments:
+                ids = np.concatenate((*(written.segment_ids or [segment.ids for segment in batch.segments]), ids))
+            self.records.extend_if(written.pages, written.page_generations, written.offsets, ids)
         tokens: IntArray | None = None
         if self._is_bounded:
             batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
@@ -390,7 +394,8 @@ class StepExecutor:
         elif batch.is_certain is not None:
             is_certain, size = batch.is_certain, self.limits.page_size
             batch, tokens = settle_guided(batch, output, ~is_certain, self.table, self.records, size)
-            self._learn_rows(batch, tokens, is_certain)
+            if is_certain.any():
+                self._learn_rows(batch, tokens, is_certain)
         else:
             self._learn_rows(batch, output.tokens, None)
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):

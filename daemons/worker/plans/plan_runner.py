@@ -69,12 +69,13 @@ class PlanRunner:
             self.executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
-    def reset(self, experts: worker_pb2.ExpertPlacement | None = None) -> None:
+    def reset(self, experts: worker_pb2.ExpertPlacement | None = None, *, keeps_kv: bool = False) -> None:
         """Empties slots, KV and page records; plans run from the next epoch on. experts: placement of those that ranks
-        share, None: as they were loaded. Raises INVALID_ARGUMENT or BAD_CHECKPOINT."""
+        share, None: as they were loaded. keeps_kv: no other rank has a part of it, and records name what completed
+        steps have written alone. Raises INVALID_ARGUMENT or BAD_CHECKPOINT."""
         self._is_epoch_over = True
         if self._died_step is None:
-            self.executor.reset()
+            self.executor.reset(keeps_kv=keeps_kv)
             if self.executor.runner.expert_moves is not None:
                 self.executor.runner.expert_moves.adopt(experts)
 

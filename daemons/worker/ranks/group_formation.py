@@ -18,8 +18,8 @@ log = get_logger(__name__)
 class GroupFormation:
     """Takes one worker into and out of groups, on the step thread by these two:
 
-    reset: empties slots, KV and page records, and takes over a placement of shared experts. agree: settles with the
-    other ranks how they compute together.
+    reset: empties slots, and KV and page records where other ranks have parts of the same KV, and takes over a
+    placement of shared experts. agree: settles with the other ranks how they compute together.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GroupFormation:
         self._agree = agree
 
     async def form(self, request: worker_pb2.FormGroupRequest) -> None:
-        """Makes the worker a rank of a new generation, without KV.
+        """Makes the worker a rank of a new generation; its KV is that of completed steps, or none.
 
         Raises EPOCH_FENCED, GROUP_GENERATION or GROUP_LOST; INVALID_ARGUMENT or BAD_CHECKPOINT for experts that it
         cannot have.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
@@ -47,6 +47,8 @@ class _Prefill:
     num_tokens: int
     """To be computed."""
     since: float
+    is_move: bool = False
+    """From where it ran."""
     is_begun: bool = False
     is_sending: bool = False
 
@@ -99,11 +101,9 @@ class RemotePrefills:
             return
         if request.num_prompt - self._placement.matched_tokens(output, decode) < self._least_tokens:
             return
-        links = [link for link in self._placement.table.prefilling(output) if link is not decode]
-        if not links:
+        best = self._cheapest(output, self._placement.table.prefilling(output), decode)
+        if best is None:
             return
-        costs = {link: self._cost(output, link) for link in links}
-        best = min(links, key=lambda link: costs[link])
         uncached = request.num_prompt - self._placement.matched_tokens(output, best)
         self._reserve(output, decode, best, uncached)
 
@@ -130,7 +130,7 @@ class RemotePrefills:
         if self.costs.choose(uncached) is MoveWay.PREFILL:
             return MoveWay.PREFILL
         # Its tokens are in the cache there, but for the last page.
-        self._reserve(output, target, source, max(1, source.page_size))
+        self._reserve(output, target, source, max(1, source.page_size), is_move=True)
         self.num_moved += 1
         return MoveWay.KV
 
@@ -146,9 +146,11 @@ class RemotePrefills:
         is_simple = not request.resolved.is_pooled and not request.are_prompt_logprobs_due
         return is_there and takes_it and is_simple and len(self._prefills) < _MOST
 
-    def _reserve(self, output: Output, decode: SchedulerLink, prefill: SchedulerLink, num_tokens: int) -> None:
+    def _reserve(
+        self, output: Output, decode: SchedulerLink, prefill: SchedulerLink, num_tokens: int, *, is_move: bool = False
+    ) -> None:
         transfer_id = secrets.token_hex(12)
-        self._prefills[transfer_id] = _Prefill(output, decode, prefill, num_tokens, self._clock())
+        self._prefills[transfer_id] = _Prefill(output, decode, prefill, num_tokens, self._clock(), is_move)
         output.transfer_id = transfer_id
         decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, prefill.page_size, prefill.kv_heads))
 
@@ -157,6 +159,8 @@ class RemotePrefills:
         found = self._prefills.get(result.transfer_id)
         if found is None or found.decode is not decode or found.is_begun:
             return
+        if not found.prefill.is_group_serving and not found.is_move:
+            found.prefill = self._other_than(found)
         if not result.HasField("target") or not found.prefill.is_group_serving:
             if result.HasField("error"):
                 log.info("prefill_in_place", transfer=result.transfer_id, error=result.error.message)
@@ -204,10 +208,11 @@ class RemotePrefills:
         """Gives up prefills whose group is lost or that take too long, and renews the leases of those that go on, of
         all at one scheduler by one frame. Call every 0.1 s or so."""
         for transfer_id, found in tuple(self._prefills.items()):
-            if not found.is_begun or found.is_sending:
+            if found.is_sending:
                 continue
             is_late = now - found.since >= self._timeout_s
-            if is_late or not found.prefill.is_group_serving:
+            # One that waits for room may go elsewhere when that is there.
+            if is_late or (found.is_begun and not found.prefill.is_group_serving):
                 # A scheduler would begin anew with its next worker: that takes longer to load than any prompt.
                 self._cancel(found)
                 self._give_up(transfer_id, found, is_known=True)
@@ -218,7 +223,8 @@ class RemotePrefills:
             if not found.decode.is_without_tokens(found.output):
                 # It decodes: what has come is its own by now.
                 del self._prefills[transfer_id]
-            elif found.is_begun and not found.is_sending:
+            elif not found.is_sending:
+                # Also while it waits for room there.
                 found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, lease_ms=_LEASE_MS))
 
     def _cancel(self, found: _Prefill) -> None:
@@ -233,6 +239,20 @@ class RemotePrefills:
         self.num_in_place += 1
         if is_known and found.decode.is_connected:
             found.decode.reserve(scheduler_pb2.Reservation(transfer_id=transfer_id, is_cancelled=True))
+
+    def _cheapest(self, output: Output, links: Iterable[SchedulerLink], decode: SchedulerLink) -> SchedulerLink | None:
+        costs = {link: self._cost(output, link) for link in links if link is not decode}
+        return min(costs, key=lambda link: costs[link]) if costs else None
+
+    def _other_than(self, found: _Prefill) -> SchedulerLink:
+        """A prefill side that sends to the place reserved for another; that one where there is none."""
+        former = found.prefill
+        links = [
+            link
+            for link in self._placement.table.prefilling(found.output)
+            if link.is_group_serving and (link.page_size, link.kv_heads) == (former.page_size, former.kv_heads)
+        ]
+        return self._cheapest(found.output, links, found.decode) or former
 
     def _cost(self, output: Output, link: SchedulerLink) -> tuple[int, int]:
         """Tokens that are computed there before the prompt's last one, then requests."""

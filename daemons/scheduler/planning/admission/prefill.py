@@ -239,6 +239,7 @@ class Prefill:
         state.ranks[rank].attach(slot, match)
         sequence.lifecycle = Lifecycle.RUNNING
         self._handovers.admitted(sequence)
+        self._arrivals.admitted(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(cached_len, sequence.prompt_len)
         self._counters.admitted(sequence.total_len, cached_len)

@@ -158,6 +158,11 @@ class DeviceAttention(ABC):
         """All answers that plan() may give for a step of so many decode rows: graphs are captured for each."""
         return ("",)
 
+    def forget(self) -> None:
+        """No rows share anything until the next plan(): steps of fewer rows may be captured. Default: nothing is kept
+        from one step to the next."""
+        return
+
     @abstractmethod
     def plan(self, step: HostStep) -> str:
         """Called before the step's work is launched or replayed; never waits for the device.

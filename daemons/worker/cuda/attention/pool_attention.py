@@ -35,6 +35,9 @@ class PoolAttention(DeviceAttention):
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return self.inner.variants(num_rows)
 
+    def forget(self) -> None:
+        self.inner.forget()
+
     def plan(self, step: HostStep) -> str:
         return self.inner.plan(step)
 

@@ -26,6 +26,10 @@ class PrefixWatch:
         self._of = ""
         self._groups: list[PrefixGroup] = []
 
+    def forget(self) -> None:
+        """Looks anew at the next step."""
+        self._groups, self._of = [], ""
+
     def look(self, step: HostStep) -> Seen:
         if len(step.decode_slots) < LEAST_SHARED_ROWS:
             return Seen([], False)

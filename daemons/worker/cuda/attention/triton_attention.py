@@ -65,6 +65,7 @@ class TritonAttention(DeviceAttention):
         # In deterministic mode a row is computed alike beside any others.
         self.few_rows = None if is_deterministic else kernels.few_rows_workspace()
         self._watch = PrefixWatch(kernels.page_size)
+        self._has_groups = False
         self._projected: ChunkTokens | None = None
 
     def reserve(self, num_rows: int) -> None:
@@ -82,6 +83,13 @@ class TritonAttention(DeviceAttention):
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
 
+    def forget(self) -> None:
+        self._watch.forget()
+        if self.shared is not None and self._has_groups:
+            # Groups that lie on the device name rows, which smaller steps do not have.
+            self.shared.set_groups((), ())
+            self._has_groups = False
+
     def plan(self, step: HostStep) -> str:
         self._projected = None if self.is_batch_invariant else self.kernels.projected(step)
         if self.shared is None:
@@ -89,6 +97,7 @@ class TritonAttention(DeviceAttention):
         groups, is_new = self._watch.look(step)
         if groups and is_new:
             self.shared.set_groups(groups, step.decode_slots.tolist())
+            self._has_groups = True
         return SHARED if groups else ""
 
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:

@@ -3,7 +3,7 @@
 A library lays out what comes as [experts of this rank, rows of all ranks, D], of which the first rows of each expert
 are there; it multiplies by the picks' weights and adds them where the rows came from. Its kernels may be recorded in
 graphs: nothing depends on how many rows come. Rows are bfloat16. There is memory for all rows of a full step at each
-expert, of which a step fills little: its rows are packed before experts read them.
+expert, of which a step fills little: experts read and write no more than the rows that are there.
 
 Legend: T rows of this rank, A picks of a row, P slots of this rank, X rows that one of them has memory for, D hidden
 size.
@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.ranks.group_member import RankLost
-from radixmesh.kernels.moe.exchange_rows import packed_places, packed_places_reference
+from radixmesh.kernels.moe.grouped_gemm import SlotRows
 from radixmesh.kernels.moe.route import Routes
 
 
@@ -86,14 +86,11 @@ OpenBuffer = Callable[[BufferShape], LowLatencyBuffer]
 
 
 class _Sent(NamedTuple):
-    """Way back. slots, weights: of this rank's own rows, as they were sent. shape: of what came, [P, X, D]. places_R:
-    of the packed rows in it, P X for those that are none; None: nothing was packed."""
+    """Way back. slots, weights: of this rank's own rows, as they were sent."""
 
     slots_TA: torch.Tensor
     weights_TA: torch.Tensor
     handle: object
-    shape: torch.Size
-    places_R: torch.Tensor | None = None
 
 
 class BufferDispatch(DeviceDispatch):
@@ -121,7 +118,14 @@ class BufferDispatch(DeviceDispatch):
     def kind(self) -> str:
         return f"{self._name} {self._normal.kind}"
 
-    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype, *, weighs_results: bool = True) -> None:
+        if not weighs_results:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"--ep-transport {self._name} weighs what experts give, and those of this model are to read weighed "
+                "rows: choose nccl",
+                {"feature": "ep_transport"},
+            )
         if dtype != torch.bfloat16:
             raise MeshError(
                 ErrorReason.ERROR_REASON_UNSUPPORTED,
@@ -179,26 +183,24 @@ class BufferDispatch(DeviceDispatch):
         self._received()
         x_PXD, counts_P, handle, receive = buffer.dispatch(x_TD, slots_TA, is_split=self.is_cut)
         received = self._under_way(receive)
-        most = self.room * self.size * min(slots_TA.shape[1], len(x_PXD))
+        num_picks = slots_TA.shape[1]
+        most = self.room * self.size * min(num_picks, len(x_PXD))
 
         def came() -> Came:
             received()
-            sent = _Sent(slots_TA, routes.weights_TA, handle, x_PXD.shape)
-            if most < x_PXD.shape[0] * x_PXD.shape[1]:
-                return _packed(x_PXD, counts_P, most, sent)
-            return _as_they_lie(x_PXD, counts_P, num_held, sent)
+            rows = SlotRows(x_PXD, counts_P, min(most, x_PXD.shape[0] * x_PXD.shape[1]), self.room * num_picks)
+            return Came(rows, _Sent(slots_TA, routes.weights_TA, handle))
 
         return came
 
-    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def start_combine(self, came: Came, results: torch.Tensor) -> Callable[[torch.Tensor], None]:
         sent = came.route
         if not isinstance(sent, _Sent):
-            return self._normal.start_combine(came, results_RD)
+            return self._normal.start_combine(came, results)
         assert self.buffer is not None
         self._received()
-        results_PXD = results_RD.view(sent.shape) if sent.places_R is None else _unpacked(results_RD, sent)
         combined_TD, receive = self.buffer.combine(
-            results_PXD, sent.slots_TA, sent.weights_TA, sent.handle, is_split=self.is_cut
+            results, sent.slots_TA, sent.weights_TA, sent.handle, is_split=self.is_cut
         )
         received = self._under_way(receive)
 
@@ -223,34 +225,6 @@ class BufferDispatch(DeviceDispatch):
         receive, self._receive = self._receive, None
         if receive is not None:
             receive()
-
-
-def _as_they_lie(x_PXD: torch.Tensor, counts_P: torch.Tensor, num_held: int, sent: _Sent) -> Came:
-    num_slots, num_rows, _ = x_PXD.shape
-    is_there_PX = torch.arange(num_rows, device=x_PXD.device) < counts_P[:, None]
-    held_PX = torch.arange(num_slots, device=x_PXD.device, dtype=torch.int32)[:, None].expand(-1, num_rows)
-    picked_R1 = torch.where(is_there_PX, held_PX, num_held).int().view(-1, 1)
-    return Came(x_PXD.flatten(0, 1), Routes(picked_R1, is_there_PX.float().view(-1, 1)), sent)
-
-
-def _packed(x_PXD: torch.Tensor, counts_P: torch.Tensor, most: int, sent: _Sent) -> Came:
-    """Rows that are there, one behind the other, with padding up to `most`: no more can come, and the host knows no
-    other number."""
-    num_slots, num_rows, _ = x_PXD.shape
-    places_R, routes = (packed_places if x_PXD.is_cuda else packed_places_reference)(counts_P, num_rows, most)
-    # Padding reads any row.
-    x_RD = x_PXD.flatten(0, 1).index_select(0, places_R.clamp(max=num_slots * num_rows - 1))
-    return Came(x_RD, routes, sent._replace(places_R=places_R))
-
-
-def _unpacked(results_RD: torch.Tensor, sent: _Sent) -> torch.Tensor:
-    """[P, X, D], anything where no row came."""
-    assert sent.places_R is not None
-    num_slots, num_rows, hidden = sent.shape
-    # Padding goes to a row behind the last one.
-    results_XD = results_RD.new_empty(num_slots * num_rows + 1, hidden)
-    results_XD.index_copy_(0, sent.places_R, results_RD)
-    return results_XD[:-1].view(sent.shape)
 
 
 def receiver(hook: Receive | None, *kept: torch.Tensor) -> Receive:

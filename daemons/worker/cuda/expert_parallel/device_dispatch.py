@@ -8,7 +8,7 @@ one, nothing has to be known first, and steps may be captured. Which of the two 
 same on all ranks: the plan's header says it.
 
 Legend: T rows of this rank, A picks of a row, R rows that this rank computes, N ranks, D hidden size, E experts, S
-slots of experts on all ranks, P of them on each.
+slots of experts on all ranks, P of them on each, with room for X rows where rows lie by slot.
 """
 
 from __future__ import annotations
@@ -25,15 +25,23 @@ from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
+from radixmesh.kernels.moe.grouped_gemm import SlotRows
 from radixmesh.kernels.moe.route import Routes
 
 
-class Came(NamedTuple):
-    """Rows for the experts of this rank. routes: slots [0, P) of this rank, and P where a pick is not for it, whose
-    weight is then 0: such picks are not computed. route: what the dispatch needs to bring results back."""
+class RoutedRows(NamedTuple):
+    """Rows with their picks. routes: slots [0, P) of this rank, and P where a pick is not for it, whose weight is then
+    0: such picks are not computed. num_expected: about how many are."""
 
     x_RD: torch.Tensor
     routes: Routes
+    num_expected: int
+
+
+class Came(NamedTuple):
+    """Rows for the experts of this rank. route: what the dispatch needs to bring results back."""
+
+    rows: RoutedRows | SlotRows
     route: object
 
 
@@ -67,8 +75,9 @@ class DeviceDispatch(ABC):
     def kind(self) -> str:
         """Of the transport, and of how much room it has: ranks with another one form no group."""
 
-    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """Told by each layer before the ranks meet: slots of this rank, and of what its rows are."""
+    def bind(self, num_slots: int, hidden_size: int, dtype: torch.dtype, *, weighs_results: bool = True) -> None:
+        """Told by each layer before the ranks meet: slots of this rank, what its rows are of, and whether weights of
+        picks multiply what experts give. Raises MeshError UNSUPPORTED where such rows do not travel this way."""
         return
 
     def buffer_bytes(self, num_slots: int, hidden_size: int) -> int:
@@ -105,9 +114,9 @@ class DeviceDispatch(ABC):
         the stream wait for what comes here: until then rows travel beside what the stream is given."""
 
     @abstractmethod
-    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Sends back what was made of rows that came: the weighted sum over the picks of each, or, where a dispatch
-        says weights are 1, what its expert made of it. The result, called once, has the stream wait, and adds what the
+    def start_combine(self, came: Came, results: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Sends back what was made of rows that came: [R, D], the weighted sum over the picks of each, or, of rows by
+        slot, [P, X, D], what its expert made of it. The result, called once, has the stream wait, and adds what the
         ranks have made of the rows of start_dispatch() to these, in the order of the ranks, in place."""
 
 
@@ -134,7 +143,7 @@ class DispatchedExperts(Experts):
         self._num_held = self.slots.per_rank
         self.table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
         self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
-        dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype)
+        dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype, weighs_results=local.weighs_results)
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         self.compute(self.send(x_TD, routes)())(residual_TD)
@@ -147,10 +156,12 @@ class DispatchedExperts(Experts):
 
     def compute(self, came: Came) -> Callable[[torch.Tensor], None]:
         """Goes on; as DeviceDispatch.start_combine."""
-        results_RD = torch.zeros_like(came.x_RD)
-        if len(results_RD):
-            self._local.add_to(results_RD, came.x_RD, came.routes)
-        add = self._dispatch.start_combine(came, results_RD)
+        rows = came.rows
+        if isinstance(rows, SlotRows):
+            results = self._local.of_slots(rows)
+        else:
+            results = self._local.sums(*rows) if len(rows.x_RD) else torch.empty_like(rows.x_RD)
+        add = self._dispatch.start_combine(came, results)
 
         def add_to(residual_TD: torch.Tensor) -> None:
             add(residual_TD)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch
+from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch, RoutedRows
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import Wire
 from radixmesh.kernels.moe.exchange_rows import (
     add_parts,
@@ -74,14 +74,14 @@ class WireDispatch(DeviceDispatch):
     def start_dispatch(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
         return self._to_all(x_TD, routes, num_held) if self.room else self._to_some(x_TD, routes, num_held)
 
-    def start_combine(self, came: Came, results_RD: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def start_combine(self, came: Came, results: torch.Tensor) -> Callable[[torch.Tensor], None]:
         route = came.route
         if isinstance(route, _ToAll):
             counts = [route.room] * self.size
-            back = self._wire.start_all_to_all(results_RD, counts, counts)
+            back = self._wire.start_all_to_all(results, counts, counts)
             return lambda residual_TD: _add_of_all(back().view(self.size, route.room, -1), residual_TD)
         assert isinstance(route, _ToSome)
-        back = self._wire.start_all_to_all(results_RD, route.from_ranks, route.to_ranks)
+        back = self._wire.start_all_to_all(results, route.from_ranks, route.to_ranks)
         return lambda residual_TD: _add_of_some(back(), route, residual_TD)
 
     def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
@@ -117,8 +117,10 @@ class WireDispatch(DeviceDispatch):
         num_features, num_picks = x_TD.shape[1] * x_TD.element_size() // _WORD_BYTES, routes.expert_ids_TA.shape[1]
         picks_of = own_routes if came_RW.is_cuda else own_routes_reference
         own = picks_of(came_RW, num_features, num_picks, self.rank, num_held)
-        # Rows stay where they came: nobody writes to them.
-        return Came(packed_rows(came_RW, x_TD.shape[1], x_TD.dtype), own, route)
+        # Rows stay where they came: nobody writes to them. A row that was sent for a pick has one here.
+        num_expected = max(len(came_RW), len(came_RW) * num_picks // self.size)
+        rows = RoutedRows(packed_rows(came_RW, x_TD.shape[1], x_TD.dtype), own, num_expected)
+        return Came(rows, route)
 
 
 def _add_of_all(parts_NCD: torch.Tensor, residual_TD: torch.Tensor) -> None:

@@ -19,7 +19,14 @@ from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_rows_reference
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
-from radixmesh.kernels.moe.fp8_grouped_gemm import default_fp8_config, fp8_routed_experts, fp8_routed_experts_reference
+from radixmesh.kernels.moe.fp8_grouped_gemm import (
+    default_fp8_config,
+    fp8_routed_experts,
+    fp8_routed_experts_reference,
+    fp8_slot_experts,
+    fp8_slot_experts_reference,
+)
+from radixmesh.kernels.moe.grouped_gemm import SlotRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 
@@ -92,17 +99,38 @@ class Fp8Ops(ABC):
             return self._gate_up_silu(x_TD, w, norm_D, eps)
         return self._plain.gate_up_silu(x_TD, w, norm_D, eps)
 
-    def add_experts(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
-    ) -> None:
-        """As Ops.add_experts; x and what the gate makes of it are quantised in groups of 128."""
-        self._add_experts(residual_TD, x_TD, routes, experts)
+    def experts(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        experts: QuantizedExperts,
+        *,
+        residual_TD: torch.Tensor | None = None,
+        num_expected: int | None = None,
+    ) -> torch.Tensor:
+        """As Ops.experts; x and what the gate makes of it are quantised in groups of 128."""
+        out_TD = self._experts(x_TD, routes, experts, residual_TD, num_expected)
         self._plain.gemm.changed()
+        return out_TD
+
+    def slot_experts(self, rows: SlotRows, experts: QuantizedExperts) -> torch.Tensor:
+        """As Ops.slot_experts."""
+        results_PXD = self._slot_experts(rows, experts)
+        self._plain.gemm.changed()
+        return results_PXD
 
     @abstractmethod
-    def _add_experts(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
-    ) -> None: ...
+    def _experts(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        experts: QuantizedExperts,
+        residual_TD: torch.Tensor | None,
+        num_expected: int | None,
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _slot_experts(self, rows: SlotRows, experts: QuantizedExperts) -> torch.Tensor: ...
 
     @abstractmethod
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows: ...
@@ -136,10 +164,19 @@ class TorchFp8Ops(Fp8Ops):
     def __init__(self, plain: Ops) -> None:
         super().__init__(plain, TorchFp8Gemm())
 
-    def _add_experts(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
-    ) -> None:
-        residual_TD.copy_(fp8_routed_experts_reference(x_TD, routes, experts, residual_TD))
+    def _experts(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        experts: QuantizedExperts,
+        residual_TD: torch.Tensor | None,
+        num_expected: int | None,
+    ) -> torch.Tensor:
+        out_TD = fp8_routed_experts_reference(x_TD, routes, experts, residual_TD)
+        return out_TD if residual_TD is None else residual_TD.copy_(out_TD)
+
+    def _slot_experts(self, rows: SlotRows, experts: QuantizedExperts) -> torch.Tensor:
+        return fp8_slot_experts_reference(rows, experts)
 
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows_reference(x_TK, is_grouped=is_grouped)
@@ -163,18 +200,27 @@ class TritonFp8Ops(Fp8Ops):
         # One configuration for any number of rows, so that a row's sums are the same beside any others.
         self._experts_config = default_fp8_config(1, 1) if is_deterministic else None
 
-    def _add_experts(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, experts: QuantizedExperts
-    ) -> None:
-        fp8_routed_experts(
+    def _experts(
+        self,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        experts: QuantizedExperts,
+        residual_TD: torch.Tensor | None,
+        num_expected: int | None,
+    ) -> torch.Tensor:
+        return fp8_routed_experts(
             x_TD,
             routes,
             experts,
             residual_TD=residual_TD,
             out=residual_TD,
             config=self._experts_config,
+            num_expected=num_expected,
             use_pdl=self._use_pdl,
         )
+
+    def _slot_experts(self, rows: SlotRows, experts: QuantizedExperts) -> torch.Tensor:
+        return fp8_slot_experts(rows, experts, config=self._experts_config, use_pdl=self._use_pdl)
 
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows(x_TK, is_grouped=is_grouped, use_pdl=self._use_pdl)

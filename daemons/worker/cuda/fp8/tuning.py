@@ -16,6 +16,7 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
 from radixmesh.daemons.worker.cuda.gemm.autotuner import GemmKernels, MatrixGroup, Operands, TuningPolicy
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmProblem
 from radixmesh.daemons.worker.cuda.gemm.tuning import tune_kind
+from radixmesh.daemons.worker.cuda.gemm.tuning_notes import TuningNotes
 from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
@@ -34,8 +35,10 @@ def create_fp8_gemm(
     use_pdl: bool,
     is_deterministic: bool,
     is_tuned: bool,
+    notes: TuningNotes | None = None,
 ) -> Fp8Gemm:
-    """max_rows: of the largest step. is_tuned: chosen by measurement; otherwise the library wherever it works."""
+    """max_rows: of the largest step. is_tuned: chosen by measurement; otherwise the library wherever it works. notes:
+    of earlier starts, to which this one's are added."""
     ours = TritonFp8Gemm(use_pdl=use_pdl, is_deterministic=is_deterministic)
     if is_deterministic:
         return ours
@@ -45,8 +48,16 @@ def create_fp8_gemm(
     sizes = measured_sizes(max_rows)
     kernels = Fp8Kernels(library, ours, dtype)
     table = tune_kind(
-        lambda: kernels, fp8_groups(groups), sizes, device, event="fp8_gemm_tuned", failed="fp8_gemm_not_tuned"
+        lambda: kernels,
+        fp8_groups(groups),
+        sizes,
+        device,
+        event="fp8_gemm_tuned",
+        failed="fp8_gemm_not_tuned",
+        notes=None if notes is None else notes.kind("fp8"),
     )
+    if notes is not None:
+        notes.keep()
     return TunedFp8Gemm(library, ours, table, sizes)
 
 

@@ -17,12 +17,15 @@ import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmProblem, GemmRefusedError
+from radixmesh.daemons.worker.cuda.gemm.tuning_notes import BASELINE, KindNotes, unknown
 
 _log = get_logger(__name__)
 
 # More than the L2 cache holds: weights come from memory, as in a step.
 _CACHE_BYTES = 256 << 20
 _FINALISTS, _ROUNDS = 3, 3
+# For what the starts before had no time for, at most: each start has some more of it measured.
+_AGAIN_S = 0.5
 
 Weight = TypeVar("Weight")
 Candidate = TypeVar("Candidate", bound=Hashable)
@@ -64,13 +67,15 @@ class MatrixGroup(Generic[Weight]):
 
 @dataclass(slots=True)
 class TuningReport:
-    """num_left_out: problems for which there was no time. chosen: candidates that took the baseline's place.
+    """num_left_out: problems for which there was no time. num_noted: those that an earlier start has measured. chosen:
+    candidates that took the baseline's place.
 
     saved_us: of a step, by its rows; penalties are counted in. prepare_seconds: for compiling and loading.
     """
 
     num_measured: int = 0
     num_left_out: int = 0
+    num_noted: int = 0
     saved_us: dict[int, float] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
     prepare_seconds: float = 0.0
@@ -133,11 +138,15 @@ class Benchmarks(ABC):
 
 
 class Autotuner:
-    """Measures problems by their share of a step until the budget is spent. clock: seconds."""
+    """Measures problems by their share of a step until the budget is spent. clock: seconds. notes: of earlier starts,
+    whose choices are taken; None: all is measured."""
 
-    def __init__(self, benchmarks: Benchmarks, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, benchmarks: Benchmarks, clock: Callable[[], float] = time.monotonic, notes: KindNotes | None = None
+    ) -> None:
         self._benchmarks = benchmarks
         self._clock = clock
+        self._notes = notes
 
     def tune(
         self,
@@ -151,10 +160,14 @@ class Autotuner:
         for num_rows in kernels.measured_rows(sizes):
             for group in groups:
                 planned.setdefault(group.problem(num_rows), group)
-        self._timed(report, partial(kernels.prepare, planned.keys()))
-        deadline = self._clock() + kernels.policy.budget_s
-        measured: dict[GemmProblem, Candidate | None] = {}
+        notes, measured = self._notes, dict[GemmProblem, Candidate | None]()
+        self._timed(report, partial(kernels.prepare, unknown(notes, list(planned))))
+        budget_s = kernels.policy.budget_s
+        deadline = self._clock() + (budget_s if notes is None or not notes.has_any else min(budget_s, _AGAIN_S))
         for problem, group in planned.items():
+            if notes is not None and self._take_noted(notes, kernels, problem, group, measured):
+                report.num_noted += 1
+                continue
             if self._clock() >= deadline:
                 report.num_left_out += 1
                 continue
@@ -163,7 +176,33 @@ class Autotuner:
             except GemmRefusedError as error:
                 _log.warning("gemm_shape_not_tuned", problem=str(problem), reason=str(error))
                 measured[problem] = None
+            if notes is not None:
+                notes.put(problem, measured[problem])
         return self._timed(report, partial(kernels.bind, measured, sizes)), report
+
+    def _take_noted(
+        self,
+        notes: KindNotes,
+        kernels: GemmKernels[Weight, Candidate, Kernel],
+        problem: GemmProblem,
+        group: MatrixGroup[Weight],
+        measured: dict[GemmProblem, Candidate | None],
+    ) -> bool:
+        """Adds the choice of an earlier start. False: there is none, or its candidate is not there or not right."""
+        name = notes.get(problem)
+        if name is None:
+            return False
+        if name == BASELINE:
+            measured[problem] = None
+            return True
+        try:
+            candidate = next(each for each in kernels.candidates(problem) if str(each) == name)
+            weights = group.beyond_cache()
+            kernels.operands(problem, weights).check(candidate, weights)
+        except (StopIteration, RuntimeError, OSError):
+            return False
+        measured[problem] = candidate
+        return True
 
     def _timed(self, report: TuningReport, work: Callable[[], Kernel]) -> Kernel:
         started = self._clock()

@@ -30,6 +30,7 @@ from radixmesh.daemons.worker.cuda.gemm.backend import (
 from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_kernels import CublasLtKernels
 from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Kernels, check_kernel
+from radixmesh.daemons.worker.cuda.gemm.tuning_notes import KindNotes, TuningNotes, unknown
 from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import DTYPES, GemmSm90
@@ -46,13 +47,15 @@ def tuned_gemm(
     *,
     use_pdl: bool = False,
     has_few_rows: bool = False,
+    notes: TuningNotes | None = None,
 ) -> GemmBackend:
     """For steps of `sizes` rows; torch for everything else. matrices: the largest share of a step first.
 
     use_pdl: the project's own GEMMs compete too where the device has compute capability 9.0; they run on no other.
-    has_few_rows: as of `Sm90Kernels`.
+    has_few_rows: as of `Sm90Kernels`. notes: of earlier starts, to which this one's are added.
     """
     table: dict[GemmProblem, GemmKernel] = {}
+    of_sm90 = None if notes is None else notes.kind("sm90")
 
     def cublaslt() -> CublasLtKernels:
         lt = CublasLt(device)
@@ -64,9 +67,17 @@ def tuned_gemm(
         groups, compiling = plain_groups(matrices, has_gated=True), None
         if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
             compiling = beside.submit(
-                compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin), has_few_rows
+                compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin), has_few_rows, of_sm90
             )
-        table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
+        table |= tune_kind(
+            cublaslt,
+            plain_groups(matrices),
+            sizes,
+            device,
+            event="gemm_tuned",
+            failed="gemm_not_tuned",
+            notes=None if notes is None else notes.kind("cublaslt"),
+        )
     if compiling is not None:
         compiled = compiling
 
@@ -75,7 +86,11 @@ def tuned_gemm(
             check_kernel(kernel, dtype, device)
             return Sm90Kernels(kernel, TunedGemm(table), has_few_rows=has_few_rows)
 
-        table |= tune_kind(sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used")
+        table |= tune_kind(
+            sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used", notes=of_sm90
+        )
+    if notes is not None:
+        notes.keep()
     return TunedGemm(table) if table else TorchGemm()
 
 
@@ -84,12 +99,15 @@ def compiled_sm90(
     sizes: Sequence[int],
     create: Callable[[], GemmSm90],
     has_few_rows: bool = False,
+    notes: KindNotes | None = None,
 ) -> GemmSm90:
-    """The project's own GEMMs with all of their candidates compiled; nothing is launched. Raises what `create` does."""
+    """The project's own GEMMs with all candidates compiled that are to be measured; nothing is launched. Raises what
+    `create` does."""
     started = time.monotonic()
     kernel = create()
     kernels = Sm90Kernels(kernel, TorchGemm(), has_few_rows=has_few_rows)
-    kernels.prepare([group.problem(num_rows) for num_rows in kernels.measured_rows(sizes) for group in groups])
+    problems = [group.problem(num_rows) for num_rows in kernels.measured_rows(sizes) for group in groups]
+    kernels.prepare(unknown(notes, problems))
     _log.info("gemm_pdl_compiled", seconds=round(time.monotonic() - started, 3))
     return kernel
 
@@ -102,12 +120,13 @@ def tune_kind(
     *,
     event: str,
     failed: str,
+    notes: KindNotes | None = None,
 ) -> dict[GemmProblem, Kernel]:
     """One kind's part of the table; none of it, and a line of log, where the device, the driver, the library or the
-    compiler is not what it should be. event, failed: names of the log lines."""
+    compiler is not what it should be. event, failed: names of the log lines. notes: choices of earlier starts."""
     started = time.monotonic()
     try:
-        table, report = Autotuner(GraphBenchmarks(device)).tune(create(), groups, sizes)
+        table, report = Autotuner(GraphBenchmarks(device), notes=notes).tune(create(), groups, sizes)
     # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
     except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
         _log.warning(failed, reason=f"{type(error).__name__}: {error}", field="tune_gemm")
@@ -121,6 +140,7 @@ def tune_kind(
         measured=report.num_measured,
         chosen=len(report.chosen),
         left_out=report.num_left_out,
+        noted=report.num_noted,
         in_table=len(table),
         saved_us=report.saved_us,
         configs=report.chosen,

@@ -6,7 +6,11 @@ computed with parts of this rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from radixmesh.daemons.worker.collectives.agreement import agree_on_steps
 from radixmesh.daemons.worker.cuda.device import Device
@@ -19,6 +23,9 @@ _STEP_FLAGS = (
     "--tp-collectives, --ep-transport and --two-batch-min-rows"
 )
 
+# Together longer than a rank may be silent.
+_LOSS_POLLS, _LOSS_POLL_S = 120, 0.05
+
 
 class RankLinks:
     """group: the ranks that hold the model together with this one. experts: carries rows to those that share its
@@ -27,6 +34,7 @@ class RankLinks:
     def __init__(self, group: DeviceGroup | None, experts: DeviceDispatch | None) -> None:
         self.group, self.experts = group, experts
         self._links = [link for link in (group, experts) if link is not None]
+        self._num_formed = 0
 
     def __bool__(self) -> bool:
         return bool(self._links)
@@ -36,16 +44,33 @@ class RankLinks:
         """True if graphs hold connections: each generation of the group needs graphs of its own."""
         return any(link.is_captured_anew for link in self._links)
 
-    def agree(self, *sizes: object) -> None:
-        """Raises CollectiveAborted unless `sizes`, by which steps are padded and captured, are equal on all ranks."""
+    def agree(self, *sizes: object) -> bool:
+        """True if any rank was in a group before, on all ranks alike: requests may wait for this one. Raises
+        CollectiveAborted unless `sizes`, by which steps are padded and captured, are equal on all ranks."""
+        most = torch.tensor([self._num_formed])
         for link in self._links:
             agree_on_steps(link.ranks, (*sizes, link.kind), _STEP_FLAGS)
+            most = link.ranks.stack(most).amax(0)
+        return bool(most > 0)
 
     def form(self) -> None:
         """Connects anew. No graph is left that holds the generation before. Raises as `DeviceGroup.form`."""
         for link in self._links:
             link.leave()
             link.form()
+        self._num_formed += 1
+
+    @contextmanager
+    def losses_told(self) -> Iterator[None]:
+        """Raises CollectiveAborted or RankLost for what a library says of connections while a graph is captured, where
+        another rank turns out to be lost: a heartbeat takes longer to notice."""
+        try:
+            yield
+        except RuntimeError:
+            for _ in range(_LOSS_POLLS):
+                self.check()
+                time.sleep(_LOSS_POLL_S)
+            raise
 
     def check(self) -> None:
         """Raises CollectiveAborted or RankLost unless all ranks are there."""

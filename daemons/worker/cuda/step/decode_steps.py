@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -83,16 +84,23 @@ class DecodeSteps:
         """False: the next step of ranks that share experts is launched kernel by kernel, as on all of them."""
         self._before: _Layout | None = None
 
-    def capture(self, sampler: SlotSampler) -> None:
-        """Compiles and captures all sizes, largest first: smaller graphs reuse its memory."""
-        rows = no_rows()
-        for num_rows in sorted(self.graphs.sizes, reverse=True):
+    def capture(self, sampler: SlotSampler, sizes: Sequence[int] | None = None, *, is_recorded: bool = True) -> None:
+        """Compiles and captures sizes, largest first: smaller graphs reuse its memory. sizes: None for all.
+        is_recorded: False runs the steps alone. Where steps were launched before, all of them are over."""
+        rows, experts = no_rows(), self._experts
+        room = 0 if experts is None else experts.room
+        take = self.graphs.capture if is_recorded else self.graphs.run
+        self._attention.forget()
+        for num_rows in sorted(self.graphs.sizes if sizes is None else sizes, reverse=True):
             self._attention.plan(host_step(rows, (), num_rows))
-            if self._experts is not None:
-                self._experts.room = num_rows
+            if experts is not None:
+                experts.room = num_rows
             stage = partial(self._stage, rows, num_rows)
             for variant in ("",) if self.is_cut() else self._attention.variants(num_rows):
-                self.graphs.capture(num_rows, variant, partial(self._compute, sampler, num_rows, variant), stage)
+                take(num_rows, variant, partial(self._compute, sampler, num_rows, variant), stage)
+        if experts is not None:
+            experts.room = room
+        self._before = None
 
     def launch_all(self, sampler: SlotSampler) -> None:
         """Launches the kernels of all steps that capture() captures, for compiling."""
@@ -109,7 +117,7 @@ class DecodeSteps:
         # Lengths on the host are exact, and so is the plan of those of the step before, where attention asks for none.
         if experts is not None or not rows.is_repeat or before is None or self._attention.needs_exact_lengths:
             if experts is None:
-                bucket = self.graphs.bucket(num_rows)
+                bucket = self.graphs.captured(num_rows)
             else:
                 bucket = self.graphs.of_size(experts.room) if self.may_replay else None
             is_cut = self.is_cut()

@@ -81,10 +81,12 @@ class PromptSteps:
             device, max_slots=self._max_decodes, max_rows=max(max_tokens, *sizes, 0), dummy_slot=slots.dummy_slot
         )
 
-    def capture(self) -> None:
-        """Compiles and captures, largest first: smaller graphs reuse its memory."""
+    def capture(self, *, is_recorded: bool = True) -> None:
+        """Compiles and captures, largest first: smaller graphs reuse its memory. is_recorded: False runs them alone."""
+        take = self._graphs.capture if is_recorded else self._graphs.run
+        self._attention.forget()
         for size, variant, work in self._captured(self._graphs.sizes):
-            self._graphs.capture(size, variant, work)
+            take(size, variant, work)
 
     def drop(self) -> None:
         """Forgets what `capture` has made."""
@@ -161,8 +163,8 @@ class PromptSteps:
         return hidden_TD
 
     def _bucket(self, num_rows: int, num_chunks: int) -> int | None:
-        """Rows of the graph for a step, None if it is too large for all. One chunk more may be of padding."""
-        sizes = self._graphs.sizes
+        """Rows of the captured graph for a step, None if there is none. One chunk more may be of padding."""
+        sizes = (size for size in self._graphs.sizes if self._graphs.of_size(size))
         return next((size for size in sizes if size >= num_rows and self.shape_of(size).num_chunks > num_chunks), None)
 
     def shape_of(self, size: int) -> PromptShape:

@@ -6,6 +6,7 @@ dropped together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.steps.step import DispatchMode, Task
@@ -16,6 +17,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import ChunkSteps
 from radixmesh.daemons.worker.cuda.step.decode_steps import DecodeSteps, SecondHalf
+from radixmesh.daemons.worker.cuda.step.late_captures import LateCaptures
 from radixmesh.daemons.worker.cuda.step.outputs.prompt_vectors import PromptVectors
 from radixmesh.daemons.worker.cuda.step.outputs.token_ring import TokenRing
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps
@@ -61,6 +63,8 @@ class StepForwards:
     ) -> None:
         """Arguments as DeviceRunner's. second: of decodes that run as two halves."""
         self._experts, self._has_decodes = experts, Task.GENERATE in model.tasks
+        self.late: LateCaptures | None = None
+        """Graphs that are captured between steps; None: all of them are captured."""
         tokens = TokenRing(device, max_rows=limits.num_slots)
         self.prompts = PromptSteps(
             device,
@@ -100,18 +104,35 @@ class StepForwards:
         """Forgets all graphs: they are captured anew."""
         self.prompts.drop()
         self.decodes.graphs.drop()
+        self.late = None
 
-    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int, may_have_chunks: bool) -> None:
-        """As ModelRunner's: the room of a rank in the next forward."""
+    def capture_late(self) -> None:
+        """Graphs of decodes are captured while requests are served, those of sizes that come. Others have none."""
+        sizes = self.decodes.graphs.sizes
+        self.late = LateCaptures(sizes) if sizes else None
+
+    def set_dispatch_mode(
+        self,
+        dispatch: DispatchMode,
+        max_tokens_per_rank: int,
+        may_have_chunks: bool,
+        capture: Callable[[int], None],
+    ) -> None:
+        """As ModelRunner's: the room of a rank in the next forward. capture: called for a graph of so many decodes that
+        all ranks capture ahead of it."""
         experts = self._experts
         if experts is None:
             return
         is_low_latency = dispatch is DispatchMode.LOW_LATENCY and 0 < max_tokens_per_rank <= experts.max_room
+        # A rank with chunks has no graph for them.
+        self.decodes.may_replay = experts.mixes or not may_have_chunks
         # The same on all ranks: they have agreed on the sizes of graphs.
-        room = self.decodes.graphs.bucket(max_tokens_per_rank) or max_tokens_per_rank
-        experts.room = room if is_low_latency else 0
+        size = self.decodes.graphs.bucket(max_tokens_per_rank)
+        if self.late is not None and size is not None and is_low_latency and self.decodes.may_replay:
+            size, is_new = self.late.choose(size)
+            if is_new:
+                capture(size)
+        experts.room = (size or max_tokens_per_rank) if is_low_latency else 0
         if may_have_chunks and self.decodes.is_cut():
             # A rank with chunks runs them whole: rows of two halves and of a whole would meet in one collective.
             experts.room = 0
-        # A rank with chunks has no graph for them.
-        self.decodes.may_replay = experts.mixes or not may_have_chunks

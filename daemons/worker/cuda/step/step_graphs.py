@@ -16,14 +16,20 @@ class StepGraphs:
         self.sizes = sizes if device.can_capture else ()
         self._device = device
         self._graphs: dict[tuple[int, str], Callable[[], torch.Tensor]] = {}
+        self.captured_sizes: list[int] = []
+        """In the order of their captures."""
 
     def bucket(self, num_rows: int) -> int | None:
-        """Rows of the graph for a step, None if it is too large for all."""
+        """Rows of the graph for a step, captured or not; None if it is too large for all."""
         return next((size for size in self.sizes if size >= num_rows), None)
 
+    def captured(self, num_rows: int) -> int | None:
+        """Rows of the smallest captured graph for a step; None if there is none."""
+        return next((size for size in self.sizes if size >= num_rows and size in self.captured_sizes), None)
+
     def of_size(self, num_rows: int) -> int | None:
-        """The same number, if there is a graph for just so many rows."""
-        return num_rows if num_rows in self.sizes else None
+        """The same number, if a graph is captured for just so many rows."""
+        return num_rows if num_rows in self.captured_sizes else None
 
     def capture(
         self,
@@ -36,11 +42,24 @@ class StepGraphs:
 
         prepare: called ahead of each, puts in its place what `work` reads, as ahead of any replay.
         """
-        prepare()
-        work()
-        replay = self._graphs[num_rows, variant] = self._device.capture(work)
+        self.run(num_rows, variant, work, prepare)
+        replay = self._device.capture(work)
         prepare()
         replay()
+        self._graphs[num_rows, variant] = replay
+        if num_rows not in self.captured_sizes:
+            self.captured_sizes.append(num_rows)
+
+    def run(
+        self,
+        num_rows: int,
+        variant: str,
+        work: Callable[[], torch.Tensor],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As capture(), without a graph: for graphs that have to wait until the ranks have met."""
+        prepare()
+        work()
 
     @property
     def num_captured(self) -> int:
@@ -50,6 +69,7 @@ class StepGraphs:
     def drop(self) -> None:
         """Forgets all graphs: nothing is replayed until they are captured again."""
         self._graphs.clear()
+        self.captured_sizes.clear()
 
     def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""

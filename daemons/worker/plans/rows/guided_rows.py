@@ -74,20 +74,27 @@ def settle_guided(
     A row whose slot moved on since the launch changes nothing, and tells no logprobs.
     """
     assert output.counts is not None, "a runner that lets rows be late tells counts"
-    rows = batch.rows
-    tokens = np.full(len(rows.slots), -1, np.int32)
-    tokens[output.counts > 0] = output.tokens
+    rows, tokens = batch.rows, output.tokens
+    if len(tokens) < len(rows.slots):
+        tokens = np.full(len(rows.slots), -1, np.int32)
+        tokens[output.counts > 0] = output.tokens
     is_same = table.is_occupied[rows.slots] & (table.generations[rows.slots] == batch.row_generations)
     chosen = is_uncertain & is_same
-    slots, of_slots = rows.slots[chosen], tokens[chosen]
-    at = table.known_len[slots] - 1
-    positions, logprobs_starts = rows.positions.copy(), batch.row_logprobs_starts.copy()
-    positions[chosen] = at
-    logprobs_starts[is_uncertain & ~is_same] = _NEVER
-    is_late = of_slots < 0
-    table.total_len[slots[is_late]] -= 1
-    table.computed_len[slots[is_late]] -= 1
-    slots, at, of_slots = slots[~is_late], at[~is_late], of_slots[~is_late]
+    logprobs_starts = batch.row_logprobs_starts
+    if chosen.all():  # Nearly every step of outputs that all follow grammars.
+        slots, of_slots = rows.slots, tokens
+        positions = at = table.known_len[slots] - 1
+    else:
+        slots, of_slots = rows.slots[chosen], tokens[chosen]
+        at = table.known_len[slots] - 1
+        positions, logprobs_starts = rows.positions.copy(), logprobs_starts.copy()
+        positions[chosen] = at
+        logprobs_starts[is_uncertain & ~is_same] = _NEVER
+    if len(output.tokens) < len(tokens):
+        is_late = of_slots < 0
+        table.total_len[slots[is_late]] -= 1
+        table.computed_len[slots[is_late]] -= 1
+        slots, at, of_slots = slots[~is_late], at[~is_late], of_slots[~is_late]
     pages = table.page_tables[slots, at // page_size]
     records.extend(pages, at % np.int32(page_size), table.tokens[slots, at])
     table.tokens[slots, at + 1] = of_slots

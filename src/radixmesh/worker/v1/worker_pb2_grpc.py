@@ -149,7 +149,8 @@ class WorkerServiceServicer(object):
     def FormGroup(self, request, context):
         """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
         layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
-        A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+        A group that it was in is left first. Weights stay. KV and page records are emptied where other ranks have parts of the same
+        KV (tp_size above 1); else they stay, as at a claim. Returns when this rank has met the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

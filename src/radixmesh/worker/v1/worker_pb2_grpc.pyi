@@ -55,7 +55,8 @@ class WorkerServiceStub:
     FormGroup: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FormGroupRequest, _worker_pb2.FormGroupResponse]
     """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
     layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
-    A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+    A group that it was in is left first. Weights stay. KV and page records are emptied where other ranks have parts of the same
+    KV (tp_size above 1); else they stay, as at a claim. Returns when this rank has met the others.
     """
     LeaveGroup: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LeaveGroupRequest, _worker_pb2.LeaveGroupResponse]
     """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
@@ -128,7 +129,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     FormGroup: _aio.UnaryUnaryMultiCallable[_worker_pb2.FormGroupRequest, _worker_pb2.FormGroupResponse]  # type: ignore[assignment]
     """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
     layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
-    A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+    A group that it was in is left first. Weights stay. KV and page records are emptied where other ranks have parts of the same
+    KV (tp_size above 1); else they stay, as at a claim. Returns when this rank has met the others.
     """
     LeaveGroup: _aio.UnaryUnaryMultiCallable[_worker_pb2.LeaveGroupRequest, _worker_pb2.LeaveGroupResponse]  # type: ignore[assignment]
     """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
@@ -216,7 +218,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.FormGroupResponse, _abc.Awaitable[_worker_pb2.FormGroupResponse]]:
         """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
         layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
-        A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+        A group that it was in is left first. Weights stay. KV and page records are emptied where other ranks have parts of the same
+        KV (tp_size above 1); else they stay, as at a claim. Returns when this rank has met the others.
         """
 
     @_abc_1.abstractmethod

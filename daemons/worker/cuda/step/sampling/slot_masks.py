@@ -146,7 +146,10 @@ class SlotMasks(SharedMaskMemory):
         settle_masks(self._taken_T[: len(slots)], slots, positions, self._state, self._host, target, tokens_SL)
 
     def warm_up(self, dtype: torch.dtype, vocab_size: int, tokens_SL: torch.Tensor) -> None:
-        """Compiles the kernels for logits of `dtype`, with a row of the dummy slot."""
+        """Compiles the kernels for logits of `dtype`, with a row of the dummy slot, and copies masks once."""
+        if not self._has_guided:
+            # The first use of the stream beside the steps is slow.
+            self._device.send_beside(self._words_MW, self._host.words_MW, [(0, len(self.words))])
         dummy = torch.full((1,), len(self._is_guided) - 1, dtype=torch.int32, device=self._device.torch_device)
         zero = torch.zeros_like(dummy)
         target = TokenTarget(ring_RT=zero[None].clone(), ring_index_1=zero, last_tokens_S=self._state.last_tokens)
