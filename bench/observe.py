@@ -27,7 +27,7 @@ from observability.prometheus_server import PrometheusServer
 
 from radixmesh.daemons.cluster.endpoint import Endpoint
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.ports import assign_ports
+from radixmesh.daemons.cluster.ports import PortClaims
 
 ROOT = Path(__file__).resolve().parents[1]
 DASHBOARD = ROOT / "compose" / "observe" / "grafana" / "dashboards" / "radixmesh.json"
@@ -93,7 +93,7 @@ async def _observe(args: argparse.Namespace) -> Answers:
             address = cluster.address(status.service, status.replica, METRICS_PORT)
             addresses.setdefault(status.service, []).append(address)
         routers = [cluster.address("router", number + 1) for number in range(len(addresses["router"]))]
-        (port,) = assign_ports({Endpoint("prometheus", 1, 9090): None}).values()
+        (port,) = PortClaims().assign({Endpoint("prometheus", 1, 9090): None}).values()
         with PrometheusServer(CONFIG, addresses, port=port, scrape_s=args.scrape_s) as server:
             await _all_scraped(server, sum(map(len, addresses.values())))
             start = time.time()

@@ -96,16 +96,27 @@ def _rows(parts: Mapping[str, Any]) -> list[str]:
     return [
         wrapped(
             "Rows of 7,168 numbers to 8 of 256 experts and back at low latency, microseconds a layer, as a layer of a "
-            "model does it, with experts that take no time, and the transport's own calls with these bytes:"
+            "model does it, with experts that copy what they read, and the transport's own calls with these bytes. "
+            "Since then experts compute rows where they lie, and the bench has them take no time: on two GPUs the "
+            f"ratio of NIXL EP is {_ratios('nixl')}, of NCCL {_ratios('nccl')}."
         ),
         "",
         *table(["transport", "rows of a rank", "ours", "own calls", "ratio"], rows),
         "",
-        wrapped(f"Sums of four ranks' rows of {sums['hidden']:,} numbers, microseconds:"),
+        wrapped(
+            f"Sums of four ranks' rows of {sums['hidden']:,} numbers, microseconds; `peer` in one shot, before large "
+            "sums of more than two ranks were made in two:"
+        ),
         "",
         *table(["rows", *micros["peer"]], [[way, *(f"{us:,.1f}" for us in micros[way].values())] for way in micros]),
         "",
     ]
+
+
+def _ratios(way: str) -> str:
+    """At 16, 128 and 512 rows, on two GPUs."""
+    micros = read("h200x2-expert-rows.json")["micros_by_rows"][way]
+    return ", ".join(f"{ours / micros['own'][count]:.2f}" for count, ours in micros["ours"].items())
 
 
 def _halves(parts: Mapping[str, Any]) -> list[str]:
@@ -162,11 +173,30 @@ def _kills(parts: Mapping[str, Any]) -> list[str]:
         cell["requests_failed"] + cell["answers_with_tokens_lost_repeated_or_changed"] for cell in cells.values()
     )
     faults = sum(cell["faults"] for cell in cells.values())
+    later, matrix = read("h200x2-rank-kill.json"), read("h200x2-rank-faults.json")
+    (of_two,) = later["decodes"].values()
+    stages = of_two["stages"]["rank-1"]
+    seen = {name: cell for name, cell in matrix["cells"].items() if "(" not in name}
+    failed = sum(
+        cell["requests_failed"] + cell["answers_with_tokens_lost_repeated_or_changed"] for cell in seen.values()
+    )
+    longest = max(cell["longest_stall_s"] for cell in seen.values())
     return [
         wrapped(
             f"A rank of DeepSeek-V2-Lite killed (-9) under {case['rows']:,} rows: its process served again after "
             f"{case['rank_back_s']:.1f} s, and {case['longest_gap_s']:.1f} s went by without a token. Tiny models on "
             f"two GPUs: {faults} kills of a rank, {wrong} answers failed, lost or repeated a token."
+        ),
+        "",
+        wrapped(
+            f"With commit {later['commit']} on two GPUs, {of_two['rows']} rows: {of_two['longest_gap_s']:.1f} s "
+            f"without a token. The process listens after {stages['listening']:.1f} s, has its weights after "
+            f"{stages['weights_loaded']['at_s']:.1f}, kernels after {stages['kernels_compiled']['at_s']:.1f}, graphs "
+            f"after {stages['graphs_captured']['at_s']:.1f}, and the group is formed after "
+            f"{stages['group_formed']:.1f}. {len(seen)} of 18 cells of the fault matrix (ranks and the scheduler, "
+            "killed or stopped; TP 2 and DP 2 + EP 2) ran beside each other on two GPUs: "
+            f"{failed} answers failed, lost or repeated a token, longest stall {longest:.1f} s. "
+            f"Not seen: {matrix['not_seen'].split('.')[0]}."
         ),
         "",
     ]

@@ -39,8 +39,8 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
         "",
         wrapped(
             f"Rows of 7,168 numbers to 8 of 256 experts and back, low latency, microseconds a layer: as a layer of a "
-            f"model does it, and the transport's own calls with these bytes (`{rows['command']}`). For NIXL these were "
-            "measured before rows that came were packed: experts went over all memory for rows that could come."
+            f"model does it, with experts that take no time, and the transport's own calls with these bytes "
+            f"(`{rows['command']}`, commit {rows['commit']})."
         ),
         "",
         *table(["", *(f"{way}, {count} rows" for way in ways for count in ways[way]["ours"])], by_rows),

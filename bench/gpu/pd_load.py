@@ -5,6 +5,10 @@
     python bench/gpu/pd_load.py --shape llama-3.1-8b --pairs 2 --loads streams --streams 64 --prompt 4096 --out 256
     python bench/gpu/pd_load.py --backend cpu --model compose/models/tiny-llama --loads hand-over prompts streams
         --streams 4 --decode-prompt 4 --prompt 40 --out 20 --rates 0 4 --seconds 6
+    python bench/gpu/pd_load.py --backend simulated --model compose/models/tiny-llama --loads streams --streams 32
+        --requests 96 --prompt 1024 --out 64 --staging-bytes 58000 --worker simulated_base_us=56000
+        simulated_decode_row_us=80 simulated_prefill_token_us=190 max_tokens_per_step=2048 num_slots=128
+        num_pages=200000 max_total_len=2048
 
 --pairs K: K prefill workers and K decode workers, each with a scheduler of its own and, on GPUs, a GPU of its own.
 --layouts: `pairs`, and `mixed`: the same daemons, whose schedulers get the role `both` while they run: replicas with
@@ -18,7 +22,9 @@ within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `st
 tokens, by --streams clients.
 
 Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
-output. transfers: as daemons count them, since their start. --results: file of what is known so far, after each load.
+output. transfers: as daemons count them, since their start, failed ones by reason and seconds by stage; sent and
+received from the first chunk on, with the steps of the prefill between chunks. --results: file of what is known so far,
+after each load.
 """
 
 from __future__ import annotations

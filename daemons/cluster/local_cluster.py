@@ -19,7 +19,7 @@ from radixmesh.daemons.cluster.errors import (
     UnknownServiceError,
 )
 from radixmesh.daemons.cluster.plan import ClusterPlan, ProcessSpec, plan_cluster, plan_endpoints
-from radixmesh.daemons.cluster.ports import assign_ports
+from radixmesh.daemons.cluster.ports import PortClaims
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.processes.process_supervisor import ProcessSupervisor
 from radixmesh.daemons.cluster.roll.control import ControlServer
@@ -75,6 +75,7 @@ class LocalCluster:
         self._on_status = on_status or (lambda status: None)
         self._control = ControlServer(self._folder.path, self.prepare_roll)
         self._plan: ClusterPlan | None = None
+        self._claims = PortClaims()
         self._ports: dict[Endpoint, int] = {}
         self._supervisors: dict[tuple[str, int], ProcessSupervisor] = {}
         self._changed = asyncio.Event()
@@ -136,7 +137,7 @@ class LocalCluster:
         """
         self._folder.claim()
         try:
-            self._ports = await asyncio.to_thread(assign_ports, plan_endpoints(self._compose))
+            self._ports = await asyncio.to_thread(self._claims.assign, plan_endpoints(self._compose))
             self._plan = self._make_plan(self._compose)
             for spec in self._plan.processes:
                 self._supervisors[spec.service, spec.replica] = self._make_supervisor(spec)
@@ -211,7 +212,10 @@ class LocalCluster:
     async def spare(self, spec: ProcessSpec) -> ProcessSupervisor:
         """See roller.Cluster."""
         own = {place: None for place in self._ports if (place.service, place.replica) == (spec.service, spec.replica)}
-        ports = {**self._ports, **await asyncio.to_thread(assign_ports, own)}
+        claims = PortClaims()
+        ports = {**self._ports, **await asyncio.to_thread(claims.assign, own)}
+        # It is tried for a moment, and not started again.
+        claims.release()
         plan = plan_cluster(self._compose, ports, self._folder.volumes)
         (moved,) = (other for other in plan.processes if other.name == spec.name)
         return self._make_supervisor(moved, is_spare=True)
@@ -307,6 +311,7 @@ class LocalCluster:
 
     def _clear_up(self) -> None:
         self._folder.release()
+        self._claims.release()
         if self._own_folder is not None:
             self._own_folder.cleanup()
 

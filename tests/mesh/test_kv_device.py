@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import grpc
 import numpy as np
@@ -20,12 +21,15 @@ from support.kv_writers import needs_nixl, write_to_device
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.kv_transfer import transfers
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
+from radixmesh.daemons.worker.kv_transfer.page_io import Gathering
 from radixmesh.daemons.worker.kv_transfer.transports import device_transport
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.transports.shared_memory import opened
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from radixmesh.worker.v1 import worker_pb2
 
 DEVICE = TransferTransport.DEVICE
@@ -389,3 +393,52 @@ async def test_a_fault_holds_a_scatter_on_a_device() -> None:
         began = time.monotonic()
         assert (await both.commit(range(100, 100 + NUM_TOKENS))).state == worker_pb2.TRANSFER_STATE_VALIDATED
         assert time.monotonic() - began >= 0.4 and device_of(both, 1).num_scattered == 1
+
+
+async def test_a_chunk_behind_a_later_step_does_not_hold_up_one_behind_an_earlier_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be asked for first: with the plan of its step, while the other waits for what precedes it."""
+    async with pair("simulated", transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        first, second = both.steps[0] + 1, both.steps[0] + 2
+        for _ in range(2):
+            await both.run(0)
+        running = threading.Event()
+        begun: list[int] = []
+        events: dict[int, DeviceEvent] = {first: StepEvent(running)}
+        begin_gather = transfers.begin_gather
+
+        def noted(*arguments: Any, after_step: int) -> Gathering:
+            begun.append(after_step)
+            return begin_gather(*arguments, after_step=after_step)
+
+        monkeypatch.setattr(both.core(0).executor, "event_of", lambda step: events.get(step, DONE))
+        monkeypatch.setattr(transfers, "begin_gather", noted)
+        regions = [await both.prepare(name) for name in ("later", "earlier")]
+        sources = pages_of(1, 0, NUM_TOKENS), ONES
+        later = asyncio.ensure_future(both.start(regions[0], *sources, after_step=second))
+        await until(lambda: "later" in both.core(0).transfers.senders)
+        await asyncio.sleep(0.05)
+        assert begun == []
+        earlier = asyncio.ensure_future(both.start(regions[1], *sources, after_step=first))
+        await until(lambda: begun == [first])
+        running.set()
+        await asyncio.gather(earlier, later)
+        assert begun == [first, second]
+        for name in ("later", "earlier"):
+            assert (await both.last_state(name)).state == worker_pb2.TRANSFER_STATE_WRITTEN
+
+
+class StepEvent(DeviceEvent):
+    """Of a step that runs until it is told to be over."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    @property
+    def is_done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()

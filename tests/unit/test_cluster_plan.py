@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixmesh.daemons.cluster import ports as ports_module
 from radixmesh.daemons.cluster.compose.compose import Dependency, DependencyCondition, Service
 from radixmesh.daemons.cluster.compose.reader import compose_from_tree
+from radixmesh.daemons.cluster.endpoint import Endpoint
 from radixmesh.daemons.cluster.errors import (
     ClusterError,
     ComposeError,
@@ -18,7 +20,7 @@ from radixmesh.daemons.cluster.errors import (
     UnknownServiceError,
 )
 from radixmesh.daemons.cluster.plan import plan_cluster, plan_endpoints, scale_compose, unpublish
-from radixmesh.daemons.cluster.ports import assign_ports
+from radixmesh.daemons.cluster.ports import PortClaims
 from radixmesh.daemons.cluster.start_order import start_levels
 
 HEALTH = {"test": ["CMD", "radixmesh", "health", "127.0.0.1:50051"]}
@@ -122,7 +124,7 @@ def test_scale_is_checked():
 
 def test_ports_are_distinct_free_and_outside_the_ephemeral_range():
     endpoints = plan_endpoints(unpublish(scale_compose(make_compose(), {"worker": 100})))
-    ports = assign_ports(endpoints)
+    ports = PortClaims().assign(endpoints)
     assert ports.keys() == endpoints.keys()
     assert len(set(ports.values())) == 101
     assert all(20000 <= port <= 32000 for port in ports.values())
@@ -134,7 +136,26 @@ def test_a_taken_published_port_is_named():
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PortTakenError, match=f"port {port}, published by router"):
-            assign_ports(plan_endpoints(make_compose(router={"ports": [f"{port}:50050"]})))
+            PortClaims().assign(plan_endpoints(make_compose(router={"ports": [f"{port}:50050"]})))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are of Linux")
+def test_ports_of_a_cluster_are_no_others_while_it_runs(monkeypatch):
+    """Though nobody listens there now: a daemon of it may be about to start again."""
+    # No other test has daemons there.
+    monkeypatch.setattr(ports_module, "_FIRST_PORT", 32001)
+    monkeypatch.setattr(ports_module, "_LAST_PORT", 32008)
+    first, second = PortClaims(), PortClaims()
+    endpoints = [Endpoint("worker", replica, 50051) for replica in range(1, 9)]
+    ports = first.assign(dict.fromkeys(endpoints[:4]))
+    others = second.assign(dict.fromkeys(endpoints[4:]))
+    assert len({*ports.values(), *others.values()}) == 8
+    published = {endpoints[0]: ports[endpoints[0]]}
+    with pytest.raises(PortTakenError, match=f"port {ports[endpoints[0]]}, published by worker"):
+        second.assign(published)
+    first.release()
+    assert second.assign(published) == published
+    second.release()
 
 
 def make_services(waits_for):

@@ -203,7 +203,7 @@ class _NixlWriter(KvWriter):
         self.is_said = False
         """The receiver has heard the last word."""
         self._transport = transport
-        self._words = words
+        self.words = words
         self._region = region
         self._peer = peer
         self._running: asyncio.Future[None] | None = None
@@ -218,13 +218,13 @@ class _NixlWriter(KvWriter):
             # Cancelled or out of patience, the write itself goes on: wind_up() waits for it.
             async with asyncio.timeout(self._transport.patience_s):
                 await asyncio.shield(self._running)
-            await self._words.wrote(part[1])
+            await self.words.wrote(part[1])
 
     async def done(self, checksum: int) -> None:
         try:
-            await self._words.done(checksum)
+            await self.words.done(checksum)
         finally:
-            self.is_said = self._words.is_answered
+            self.is_said = self.words.is_answered
 
     async def wind_up(self) -> None:
         """Waits for the last write, then says that there will be none, on the way that the data took."""
@@ -274,7 +274,7 @@ class _FromDevice(KvWriter):
     """Over gRPC, from buffers of a device."""
 
     def __init__(self, words: GrpcWriter, device: KvDevice) -> None:
-        self._words, self._device = words, device
+        self.words, self._device = words, device
         self._checksum = 0
 
     async def write(self, offset: int, data: ByteArray | DevicePiece) -> None:
@@ -287,10 +287,10 @@ class _FromDevice(KvWriter):
             await self._write(offset + start, np.frombuffer(read, np.uint8))
 
     async def done(self, checksum: int) -> None:
-        await self._words.done(self._checksum)
+        await self.words.done(self._checksum)
 
     async def _write(self, offset: int, data: ByteArray) -> None:
-        await self._words.write(offset, data)
+        await self.words.write(offset, data)
         self._checksum = await asyncio.to_thread(checksum_of, data, self._checksum)
 
 
