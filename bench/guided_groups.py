@@ -127,7 +127,7 @@ def main() -> None:
             way.follow(texts[:, step].tolist(), clock)
         for way in ways[1:]:
             assert (way.masks.words == ways[0].masks.words).all(), way.size
-            assert (way.masks._positions == ways[0].masks._positions).all(), way.size
+            assert (way.masks.positions == ways[0].masks.positions).all(), way.size
     warm = args.tokens // 4
     result = {
         "command": " ".join(["python", *sys.argv]),

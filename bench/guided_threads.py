@@ -263,7 +263,7 @@ def _admit(slot: int) -> Admit:
 
 def _until_published(masks: SlotMasks, rows: Sequence[int], position: int) -> None:
     ends_s = time.monotonic() + _TIMEOUT_S
-    while (masks._positions[rows] != position).any():
+    while (masks.positions[rows] != position).any():
         assert time.monotonic() < ends_s, "masks are missing"
         time.sleep(0.0005)
 

@@ -3,6 +3,8 @@
     python bench/tier_model.py                       # the 8B shape in bf16 on an H100, host memory at 48 GB/s
     python bench/tier_model.py --slowdown 0.5        # steps take half as long again while a load runs
     python bench/tier_model.py --queue-ms 5          # the step thread waits while a stream has more than 5 ms of loads
+    python bench/tier_model.py --launch-ms 20        # the host launches a prompt so much longer while a load runs
+    python bench/tier_model.py --upload-ms 9         # a prompt's inputs come to the device so late while a load runs
     python bench/tier_model.py --ahead-ms 15         # steps wait for layers: they begin so long before a load is over
 
 The real planner and executor run; steps and loads take what --base-us and the like say, and a call of either side takes
@@ -143,6 +145,7 @@ class TimedRunner(SimulatedRunner):
         self._load_token_us = _TOKEN_BYTES / args.bus_gbps / 1000
         self._queue_ns = None if args.queue_ms is None else int(1e6 * args.queue_ms)
         self.ahead_ns = int(1e6 * args.ahead_ms)
+        self.launch_ns, self.upload_ns = int(1e6 * args.launch_ms), int(1e6 * args.upload_ms)
 
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
         self.host_pool = BusPool(self, num_bytes, self._load_token_us, self._queue_ns, self.ahead_ns)
@@ -162,9 +165,14 @@ class TimedExecutor(StepExecutor):
         runner = self.runner
         assert isinstance(runner, TimedRunner)
         runner.host.now_ns += runner.host.call_ns
+        late_ns = 0
+        if plan.chunks and any(end > runner.host.now_ns for _, end in runner.loads[-8:]):
+            runner.host.now_ns += runner.launch_ns
+            late_ns = runner.upload_ns
         # A step that has a prompt in it may need what was told and is not over.
         told = [end for _, end in runner.loads[-8:] if plan.chunks and end - runner.ahead_ns <= runner.host.now_ns]
         runner.clock.not_before_ns = max(told, default=0)
+        runner.clock.run(late_ns, runner.host.now_ns)
         step = super().launch(plan, ready_ns=runner.host.now_ns)
         end_ns = self._ends[plan.step_id] = runner.clock.now_ns()
 
@@ -186,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host-gb", type=float, default=80.0)
     parser.add_argument("--working-set", type=float, default=8.0)
     parser.add_argument("--chat-tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--least-chat-tokens", type=int)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--message-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -197,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--slowdown", type=float, default=0.0)
     parser.add_argument("--queue-ms", type=float, help="of loads, that a stream's queue holds; default: of all")
     parser.add_argument("--ahead-ms", type=float, default=0.0)
+    parser.add_argument("--launch-ms", type=float, default=0.0)
+    parser.add_argument("--upload-ms", type=float, default=0.0)
     parser.add_argument("--host-us", type=float, default=150.0)
     parser.add_argument("--base-us", type=float, default=5340.0, help="15 GB of weights")
     parser.add_argument("--row-us", type=float, default=15.0)
@@ -218,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device, tiered = turns["device"], turns["write_through"]
         ratios = {name: round(tiered[name] / device[name], 3) for name in ("tok_s", "ttft_mean_ms")}  # type: ignore[operator]
         for turn in turns.values():
-            del turn["decodes"], turn["saving_cost"]
+            del turn["decodes"], turn["saving_cost"], turn["launches"]
         report[f"chats of {chat_tokens}"] = {"clients": clients, **turns, "write_through over device": ratios}
     print(json.dumps(report))
 

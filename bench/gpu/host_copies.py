@@ -24,6 +24,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.device import CudaDevice
 from radixmesh.daemons.worker.cuda.host_tier.choice import probed_pages
+from radixmesh.daemons.worker.cuda.host_tier.copy_calls import driver_calls
 from radixmesh.daemons.worker.cuda.host_tier.copy_thread import CopyEnd
 from radixmesh.daemons.worker.cuda.host_tier.host_pool import Copies, CudaHostPool
 from radixmesh.daemons.worker.cuda.host_tier.page_copies import (
@@ -31,7 +32,6 @@ from radixmesh.daemons.worker.cuda.host_tier.page_copies import (
     KernelCopies,
     PageCopies,
     StagedCopies,
-    driver_call,
 )
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
@@ -94,7 +94,7 @@ def _way(name: str, host: CudaHostPool) -> PageCopies:
     planes, words, pages_together = host._planes, host._words, host._memory.part_words // host._words.shape[1]
     if name.isdigit():
         return KernelCopies(planes, words, int(name))
-    return {"engines": EngineCopies, "staged": StagedCopies}[name](planes, words, pages_together, driver_call())
+    return {"engines": EngineCopies, "staged": StagedCopies}[name](planes, words, pages_together, driver_calls())
 
 
 def _both(host: CudaHostPool, device_pages: IntArray, host_pages: IntArray) -> dict[str, Callable[[], CopyEnd]]:

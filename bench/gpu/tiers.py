@@ -14,7 +14,8 @@ copies beside them were; `saving_cost` is what those with saves took longer than
 the time of all.
 
 `trace` says where a turn's time goes: idle_s, of the device; launch_s and launch_most_ms, of the host in launches,
-which is to be small whatever is copied; loading_s, time with loads under way, and loads_gbps in it, no more than the
+which is to be small whatever is copied (`launches`: by what they were and what was under way; see launch_watch.py for
+those that took long); loading_s, time with loads under way, and loads_gbps in it, no more than the
 bus has; alone_s, time with loads under way and nothing else to do for the device: chats in lock step load all at once.
 `copies`: what the worker has measured of its ways of copying when it started, and took.
 """
@@ -28,8 +29,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gpu.launch_watch import LaunchWatch
 from gpu.shapes import kv_bytes_per_token, write_shape
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
@@ -70,15 +71,9 @@ class _Trace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._launch_s = self._most_s = self._loading_s = self._alone_s = self._marked_s = 0.0
+        self._loading_s = self._alone_s = self._marked_s = 0.0
         self._is_loading = self._is_alone = False
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        begin = self._clock()
-        yield
-        seconds = self._clock() - begin
-        self._launch_s, self._most_s = self._launch_s + seconds, max(self._most_s, seconds)
+        self.watch = LaunchWatch(clock, looks=clock is time.perf_counter)
 
     def mark(self, num_under_way: int, *, is_alone: bool = False) -> None:
         """Loads that are under way from now on, until the next mark. is_alone: the device does nothing else."""
@@ -89,10 +84,11 @@ class _Trace:
         self._marked_s, self._is_loading, self._is_alone = now, num_under_way > 0, is_alone
 
     def summary(self, idle_s: float, num_bytes: int) -> dict[str, float]:
+        launch_ms = [launch.ms for launch in self.watch.launches]
         return {
             "idle_s": round(idle_s, 3),
-            "launch_s": round(self._launch_s, 3),
-            "launch_most_ms": round(1000 * self._most_s, 2),
+            "launch_s": round(sum(launch_ms) / 1000, 3),
+            "launch_most_ms": round(max(launch_ms, default=0.0), 2),
             "loading_s": round(self._loading_s, 3),
             "loads_gbps": round(num_bytes / 1e9 / self._loading_s, 1) if self._loading_s else 0.0,
             "alone_s": round(self._alone_s, 3),
@@ -135,12 +131,14 @@ class Chats:
         self.planner = Planner(PlannerSettings(chunk_tokens=args.chunk_tokens, tiers=tiers))
         self.planner.begin_epoch(1, group, None)
         self.pending: deque[_Launched] = deque()
-        self.clients = args.clients or max(1, pool_tokens // chat_tokens)
+        mean_tokens = (chat_tokens + (args.least_chat_tokens or chat_tokens)) // 2
+        self.clients = args.clients or max(1, pool_tokens // mean_tokens)
         # A multiple of the clients: the end of a turn, with fewer and fewer of them, is as short as it can be.
-        self.num_chats = self.clients * max(2, math.ceil(args.working_set * pool_tokens / chat_tokens / self.clients))
+        self.num_chats = self.clients * max(2, math.ceil(args.working_set * pool_tokens / mean_tokens / self.clients))
         random = np.random.default_rng(1)
-        first = chat_tokens - args.turns * (args.message_tokens + args.output_tokens)
-        self.histories = [random.integers(10, 30_000, first).astype(np.int32) for _ in range(self.num_chats)]
+        lengths = np.linspace(args.least_chat_tokens or chat_tokens, chat_tokens, self.num_chats).astype(int)
+        lengths -= args.turns * (args.message_tokens + args.output_tokens)
+        self.histories = [random.integers(10, 30_000, length).astype(np.int32) for length in lengths.tolist()]
         self.args = args
         self.random = random
         self._handles = 0
@@ -161,6 +159,11 @@ class Chats:
         return self._run(self.random.permutation(self.num_chats).tolist(), num_old)
 
     def _run(self, order: Sequence[int], num_old: int) -> dict[str, object]:
+        trace = _Trace(self.clock)
+        with trace.watch.running():
+            return self._turn(order, num_old, trace)
+
+    def _turn(self, order: Sequence[int], num_old: int, trace: _Trace) -> dict[str, object]:
         args, planner = self.args, self.planner
         cached, submitted = planner.counters.cached_tokens, {}
         num_loads, wait_s, num_loaded = planner.loads.num_loads, planner.loads.wait_s, self._num_loaded()
@@ -168,7 +171,7 @@ class Chats:
         live: dict[int, int] = {}
         ttft: list[float] = []
         decodes: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        busy_ns, copies, trace = 0, "none", _Trace(self.clock)
+        busy_ns, copies = 0, "none"
         start, num_output = self.clock(), 0
         while waiting or live:
             while waiting and len(live) < self.clients:
@@ -182,7 +185,7 @@ class Chats:
                 # A save goes on beside the step after its own, and a load until its end is told.
                 copies = _copies(plan, planner.loads.num_under_way, copies)
                 rows = 0 if plan.chunks else planner.num_running
-                with trace.launching():
+                with trace.watch.launching(_described(plan, copies)):
                     handle = self.executor.launch(plan, ready_ns=self.executor.runner.now_ns())
                 self.pending.append(_Launched(handle, copies, rows if plan.has_forward else 0, plan.has_forward))
             if not self.pending:
@@ -223,6 +226,7 @@ class Chats:
             "decodes": {name: _summary(by_rows) for name, by_rows in decodes.items()},
             "saving_cost": _saving_cost(decodes),
             "trace": trace.summary(seconds - busy_ns / 1e9, self._page_bytes * (self._num_loaded() - num_loaded)),
+            "launches": trace.watch.summary(),
         }
 
     def _num_loaded(self) -> int:
@@ -262,6 +266,14 @@ def _copies(plan: StepPlan, num_loading: int, before: str) -> str:
     return "saves" if plan.saves else "after_saves" if before == "saves" else "none"
 
 
+def _described(plan: StepPlan, copies: str) -> str:
+    """A launch: kind of step, copies that it starts, and those under way or just before."""
+    step = "chunks" if plan.chunks else "decodes" if plan.has_forward else "no forward"
+    starts = [name for name, moves in (("saves", plan.saves), ("loads", plan.loads)) if moves]
+    starting = f", starts {' and '.join(starts)}" if starts else ""
+    return f"{step}{starting}, beside {copies}"
+
+
 def _summary(by_rows: dict[int, list[float]]) -> dict[str, list[float]]:
     """By rows: steps, and their mean and median ms."""
     return {
@@ -292,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--chat-tokens", type=int, nargs="+", default=[8192, 16384], help="of a chat, after its last turn"
     )
+    parser.add_argument("--least-chat-tokens", type=int, help="lengths are spread from here to --chat-tokens")
     parser.add_argument("--turns", type=int, default=3, help="the first one fills the caches and is told apart")
     parser.add_argument("--message-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from radixmesh.daemons.worker.cuda.device import CudaEvent
 from radixmesh.daemons.worker.cuda.host_tier import host_pool
 from radixmesh.daemons.worker.cuda.host_tier.choice import StepWork, Trial, best_of, probed_pages
+from radixmesh.daemons.worker.cuda.host_tier.copy_calls import CopyCall, one_by_one
 from radixmesh.daemons.worker.cuda.host_tier.copy_thread import CopyThread
 from radixmesh.daemons.worker.cuda.host_tier.host_pool import CudaHostPool
 from radixmesh.daemons.worker.cuda.host_tier.page_copies import EngineCopies, KernelCopies, StagedCopies
@@ -87,7 +88,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device = SimpleNamespace(torch_device=torch.device("cpu"), stream=Stream(), event_on=Event)
     monkeypatch.setattr(host_pool, "StepWork", Work)
-    yield SimpleNamespace(device=device, use=lambda call: monkeypatch.setattr(host_pool, "driver_call", lambda: call))
+
+    def use(call: CopyCall) -> None:
+        monkeypatch.setattr(host_pool, "driver_calls", lambda: one_by_one(call))
+
+    yield SimpleNamespace(device=device, use=use)
 
 
 def _pool(cuda: SimpleNamespace, words: int = 2048) -> tuple[CudaHostPool, dict[str, torch.Tensor]]:

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from radixmesh.daemons.worker.cuda.host_tier import page_copies
+from radixmesh.daemons.worker.cuda.host_tier.copy_calls import one_by_one
 from radixmesh.daemons.worker.cuda.host_tier.page_copies import (
-    PACE,
     EngineCopies,
     KernelCopies,
     StagedCopies,
     Turns,
-    paced,
     ways_for,
 )
 
@@ -94,7 +93,7 @@ def test_pages_go_as_they_are_told(
     wanted_planes, wanted_host = [plane.clone() for plane in planes], host.clone()
     _reference(wanted_planes, wanted_host, device_pages, host_pages, to_host)
     driver, pages_together = Driver(), data.draw(st.integers(1, num_host))
-    WAYS[way](planes, host, pages_together, driver).copy(device_pages, host_pages, 7, to_host=to_host)
+    WAYS[way](planes, host, pages_together, one_by_one(driver)).copy(device_pages, host_pages, 7, to_host=to_host)
     assert torch.equal(host, wanted_host)
     assert all(torch.equal(plane, wanted) for plane, wanted in zip(planes, wanted_planes, strict=True))
 
@@ -104,11 +103,11 @@ def test_pages_that_follow_each_other_are_a_copy_a_layer() -> None:
     device_pages = np.concatenate([np.arange(60, 90), [3, 5]]).astype(np.int32)
     host_pages = np.concatenate([np.arange(10, 40), [3, 5]]).astype(np.int32)
     order = np.random.default_rng(0).permutation(len(device_pages))
-    EngineCopies(planes, host, 100, driver).copy(device_pages[order], host_pages[order], 7, to_host=True)
+    EngineCopies(planes, host, 100, one_by_one(driver)).copy(device_pages[order], host_pages[order], 7, to_host=True)
     assert sorted(driver.heights) == [4, 4, 30, 30, 30, 30]
     driver.heights.clear()
     # Those behind host page 24 are locked apart.
-    EngineCopies(planes, host, 25, driver).copy(device_pages, host_pages, 7, to_host=False)
+    EngineCopies(planes, host, 25, one_by_one(driver)).copy(device_pages, host_pages, 7, to_host=False)
     assert sorted(driver.heights) == [4, 4, *[15] * 8]
 
 
@@ -118,7 +117,7 @@ def test_host_pages_that_follow_each_other_are_one_copy_through_a_buffer() -> No
     host_pages = np.concatenate([np.arange(30), np.arange(90, 100)]).astype(np.int32)
     wanted = host.clone()
     _reference(planes, wanted, device_pages, host_pages, to_host=True)
-    StagedCopies(planes, host, 20, driver).copy(device_pages, host_pages, 7, to_host=True)
+    StagedCopies(planes, host, 20, one_by_one(driver)).copy(device_pages, host_pages, 7, to_host=True)
     # Pages 0-19, 20-29 and 90-99: pages are locked 20 at a time.
     assert driver.heights == [1, 1, 1] and torch.equal(host, wanted)
 
@@ -127,7 +126,7 @@ def test_ways_go_by_the_rows() -> None:
     def ways(num_pages: int, num_words: int, pages_together: int = 8) -> list[type]:
         planes = [torch.empty(2, num_pages, words, dtype=torch.int32, device="meta") for words in (4096, num_words)]
         words = torch.empty(9, 2 * (4096 + num_words), dtype=torch.int32, device="meta")
-        return [type(way) for way in ways_for(planes, words, pages_together, Driver())]
+        return [type(way) for way in ways_for(planes, words, pages_together, one_by_one(Driver()))]
 
     assert ways(100, 2048) == [EngineCopies, StagedCopies] and ways(100, 2047) == [StagedCopies, KernelCopies]
     # Rows that are further apart than the engines can go.
@@ -238,29 +237,3 @@ def test_two_streams_hand_a_buffer_to_each_other(
         pass
     wanted = [[*((call, part) for part in range(num)), call] for call, num in enumerate(nums)]
     assert target == [each for part in wanted for each in part]
-
-
-def test_no_stream_is_given_more_copies_than_its_queue_holds() -> None:
-    started, done, most = {7: 0, 9: 0}, {7: 0, 9: 0}, 0
-    current = 7
-
-    def call(_: int, stream: int) -> None:
-        nonlocal most
-        started[stream] += 1
-        most = max(most, started[stream] - done[stream])
-
-    class Event:
-        """Nothing is done but what is waited for."""
-
-        def __init__(self) -> None:
-            self.stream, self.num = current, started[current]
-
-        def synchronize(self) -> None:
-            done[self.stream] = self.num
-
-    copy = paced(call, Event)
-    for current, num in ((7, PACE - 1), (9, 3 * PACE), (7, 5 * PACE)):
-        for _ in range(num):
-            copy(1, current)
-    assert started == {7: 6 * PACE - 1, 9: 3 * PACE} and most == 2 * PACE
-    assert 0 < done[9] < started[9] and 0 < done[7] < started[7]

@@ -11,6 +11,7 @@ from support.sampling_fields import ALL, LOGPROBS, changed
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.device import CudaDevice, HostDevice
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler, needs_of
 from radixmesh.kernels.sampling.sample_params import Needs
 
@@ -33,8 +34,10 @@ def _admit(sampling: Sampling) -> Admit:
 def test_a_field_changes_what_a_device_samples(field: str, device: torch.device) -> None:
     logits_TV = torch.from_numpy(np.random.default_rng(3).normal(0, 1, (_ROWS, _VOCAB)).astype(np.float32)).to(device)
 
+    used = CudaDevice() if device.type == "cuda" else HostDevice()
+
     def sampled(sampling: Sampling) -> list[int]:
-        sampler = SlotSampler(2, max_rows=_ROWS, vocab_size=_VOCAB, max_total_len=20, device=device)
+        sampler = SlotSampler(2, max_rows=_ROWS, vocab_size=_VOCAB, max_total_len=20, device=used)
         sampler.admitted(_admit(sampling))
         sampler.send()
         target = new_target(_ROWS, 2, device, ring_index=0)

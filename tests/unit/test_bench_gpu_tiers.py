@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from argparse import Namespace
 
 import pytest
@@ -17,10 +19,19 @@ from radixmesh.daemons.worker.simulated.token_source import Alphabet
 
 with bench_imports():
     import tier_model
+    from gpu.launch_watch import LaunchWatch
     from gpu.tiers import Chats, _saving_cost
 
 ARGS = Namespace(
-    slots=8, depth=1, working_set=6.0, clients=0, turns=3, message_tokens=20, output_tokens=8, chunk_tokens=128
+    slots=8,
+    depth=1,
+    working_set=6.0,
+    clients=0,
+    least_chat_tokens=None,
+    turns=3,
+    message_tokens=20,
+    output_tokens=8,
+    chunk_tokens=128,
 )
 
 
@@ -48,6 +59,9 @@ def test_chats_come_back_from_the_host() -> None:
     assert {len(history) for history in chats.histories} == {256}
     loads = chats.planner.loads
     assert 24 <= loads.num_loads <= 48 and not loads.num_late
+    kinds = third["launches"]["kinds"]
+    assert sum(kind["launches"] for what, kind in kinds.items() if what.startswith("chunks")) <= 24
+    assert any("starts loads" in what or "saves and loads" in what for what in kinds), kinds
     num_decodes = sum(count * int(rows) for kind in third["decodes"].values() for rows, (count, _, _) in kind.items())
     assert num_decodes > 24 * 4
 
@@ -79,3 +93,27 @@ def test_the_model_knows_what_a_bus_allows(capsys: pytest.CaptureFixture[str]) -
     assert tiered > 1.5 * alone
     same, slower = tokens_a_second("--bus-gbps", "2")
     assert same == alone and slower < 0.8 * tiered
+    # Prompts that are launched late keep chats in lock step: loads wait for each other.
+    for late in ("--launch-ms", "--upload-ms"):
+        assert tokens_a_second("--bus-gbps", "5", late, "40")[1] < 0.9 * tokens_a_second("--bus-gbps", "5")[1]
+
+
+def test_long_launches_are_told_with_where_they_were() -> None:
+    watch, is_copying = LaunchWatch(time.perf_counter), threading.Event()
+    copier = threading.Thread(target=is_copying.wait, name="kv-loads")
+    copier.start()
+    with watch.running():
+        with watch.launching("chunks"):
+            time.sleep(0.06)
+        for _ in range(3):
+            with watch.launching("decodes"):
+                pass
+    is_copying.set()
+    copier.join()
+    told = watch.summary()
+    assert {what: kind["launches"] for what, kind in told["kinds"].items()} == {"chunks": 1, "decodes": 3}
+    assert told["kinds"]["chunks"]["ms"] == {">=50": 1}
+    [longest] = told["longest"]
+    assert longest["what"] == "chunks" and longest["ms"] >= 60 and longest["cpu_ms"] < 30
+    assert all("test_long_launches_are_told" in line for line in told["where"]) and told["where"]
+    assert told["copiers"] and all(line.startswith("kv-loads ") for line in told["copiers"])

@@ -369,6 +369,63 @@ def test_requests_with_one_prefix_share_its_load():
     assert world.planner.loads.num_loads == before + 1
 
 
+def queueing_world():
+    """Workers are given two loads at a time. The host alone has the first texts: of 60, 60, 60, 20 and 30 tokens."""
+    tiers = tier("write_through", min_hits=1, load_min_tokens=1, load_window_tokens=0)
+    world = World(num_pages=420, num_slots=8, num_host_pages=2048, tiers=tiers, eos_rate=0.0, load_token_us=1000.0)
+    texts = [text[:length] for text, length in zip(prompts(14), [60, 60, 60, 20, 30] + [60] * 9, strict=True)]
+    rounds(world, texts, 1)
+    return world, texts
+
+
+def planned_loads(world):
+    """Pages of each load of the next plan."""
+    return [len(move.device_pages) for move in world.log[-1].loads] if world.plan() else []
+
+
+def test_short_loads_go_first_and_long_ones_wait_no_longer_for_that_than_their_length():
+    world, texts = queueing_world()
+    records = [world.submit(text) for text in texts[:4]]
+    assert planned_loads(world) == [19, 59], "the shortest, and one more for the bus"
+    loads = world.planner.loads
+    assert loads.num_under_way == 4 and world.planner.state.pages.pool.num_loading == 3 * 59 + 19
+    world.now += 0.25
+    records.append(world.submit(texts[4]))
+    sent = []
+    while world.planner.num_live:
+        sent += planned_loads(world)
+        assert world.execute()
+        world.process()
+    assert sent == [59, 59, 29], "it has come too late to go first"
+    for record in records:
+        assert record.tokens == world.expected(record.submission)
+    ids = [move.op_id for plan in world.log for move in plan.loads]
+    assert ids == sorted(set(ids)) and not loads.num_late
+    world.run(1)
+    world.check_clean()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_queued_load_that_nobody_waits_for_gives_its_pages_back(is_late):
+    world, texts = queueing_world()
+    records = [world.submit(text) for text in texts[:4]]
+    world.plan()
+    pool = world.planner.state.pages.pool
+    if is_late:
+        world.now += 100.0
+    else:
+        for record in records[1:3]:
+            world.planner.abort(record.submission.key.request_id)
+    world.plan()
+    assert world.planner.loads.num_under_way == 2 and pool.num_loading == 59 + 19
+    world.run(1)
+    assert world.planner.loads.num_late == (4 if is_late else 0)
+    for record in records if is_late else (records[0], records[3]):
+        assert record.tokens == world.expected(record.submission)
+    world.check_clean()
+    rounds(world, texts, 1)
+
+
 def test_a_new_scheduler_finds_what_the_host_holds():
     world = small_world()
     rounds(world, prompts(8), 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,11 +23,13 @@ from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.guided import mask_part, process_guides
+from radixmesh.daemons.worker.guided import mask_link, mask_part, process_guides
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.mask_frames import HEAD, Admission, FrameReader, Kind, frame, ints
 from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
-from radixmesh.daemons.worker.guided.mask_server import ReportedMasks, Reports
+from radixmesh.daemons.worker.guided.mask_server import MaskServer, ReportedMasks, Reports
 from radixmesh.daemons.worker.guided.mask_warm_up import warm_server
 from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 
@@ -317,6 +321,40 @@ def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
     assert sent.count(Kind.GRAMMAR) == 5 and sent.count(Kind.DROP) == 4, sent
 
 
+class _Watched:
+    """A socket; threads: names of those that sent."""
+
+    def __init__(self, inner: socket.socket, threads: set[str]) -> None:
+        self._inner, self._threads = inner, threads
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def send(self, data: memoryview) -> int:
+        self._threads.add(threading.current_thread().name)
+        return self._inner.send(data)
+
+
+def test_what_is_large_is_sent_by_another_thread_and_in_order(
+    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the steps sends no artefacts of megabytes."""
+    monkeypatch.setattr(mask_link, "_MOST_AT_ONCE", 0)
+    threads: set[str] = set()
+    for part in outputs.guides._parts:
+        part._sent.clear()
+        link = part.link
+        assert link is not None
+        monkeypatch.setattr(link, "socket", _Watched(link.socket, threads))
+    for slot in range(NUM_SLOTS):
+        outputs.admit(slot)
+    for _ in range(4):
+        outputs.check()
+        outputs.step()
+    outputs.check()
+    assert threads == {"masks-io"}
+
+
 def test_masks_of_all_processes_are_copied_at_once(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy asks for the interpreter's lock, which the step thread wants at the same time."""
     for slot in range(NUM_SLOTS):
@@ -385,6 +423,35 @@ def test_a_server_is_warm_without_outputs_and_one_that_cannot_be_is_none_the_wor
         _until(lambda: len(told) > 1, "it is answered")
         assert told[1:] == [(Kind.PUBLISHED, ints(1, 7, 4))]
         assert (words[1] == expected).all() and not words[0].any()
+
+
+def test_an_output_of_before_that_begins_late_leaves_others_their_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine outputs of the warm-up were still to begin when the worker's came, whose grammar has their
+    number."""
+
+    class Nowhere(Reports):
+        def send(self, kind: Kind, *parts: bytes) -> None:
+            told.append(kind)
+
+    told: list[Kind] = []
+    num_words = -(-vocabulary().vocab_size // 32)
+    words: MaskWords = np.zeros((2, num_words), np.int32)
+    server = MaskServer(backend(), ReportedMasks(words[:1], Nowhere()), vocabulary().vocab_size)
+    admit = ints(*Admission(row=0, serial=1, grammar=1, position=1, has_mask=0))
+    late: list[Guide] = []
+    with monkeypatch.context() as held:
+        held.setattr(MaskFiller, "begin", lambda _, guide: late.append(guide))
+        server.take(Kind.GRAMMAR, ints(1) + backend().compile(SOURCES[0]))
+        server.take(Kind.ADMIT, admit)
+    server.attach(ReportedMasks(words[1:], Nowhere()))
+    late[0].run()
+    artefact = backend().compile(SOURCES[1])
+    server.take(Kind.GRAMMAR, ints(1) + artefact)
+    server.take(Kind.ADMIT, admit)
+    _until(lambda: told == [Kind.PUBLISHED] * 2, "both have masks")
+    expected: MaskWords = np.zeros(num_words, np.int32)
+    backend().load(artefact).matcher().fill(expected)
+    assert (words[1] == expected).all() and (words[0] != expected).any()
 
 
 def test_processes_end_with_their_worker(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class PlannerMachine(RuleBasedStateMachine):
         ),
         load_token_us=st.sampled_from([0.0, 300.0, 5000.0]),
         load_min_tokens=st.sampled_from([1, 1, 16]),
+        load_window_tokens=st.sampled_from([0, 30, 16384]),
         store_seed=st.one_of(st.none(), st.integers(0, 1000)),
     )
     def start(
@@ -64,6 +65,7 @@ class PlannerMachine(RuleBasedStateMachine):
         tier: tuple[float, str],
         load_token_us: float,
         load_min_tokens: int,
+        load_window_tokens: int,
         store_seed: int | None,
     ) -> None:
         """tier: host pages as a multiple of the device's, and the write policy. store_seed: of how much a store below
@@ -92,6 +94,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 min_hits=1,
                 load_min_tokens=load_min_tokens,
                 load_timeout_s=5.0,
+                load_window_tokens=load_window_tokens,
                 fetch_min_tokens=load_min_tokens,
             ),
             num_stored=None if stored is None else (lambda num: int(stored.integers(0, num + 1))),

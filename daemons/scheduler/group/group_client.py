@@ -32,9 +32,9 @@ from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.5
 # A worker that loads is there: requests wait for it from the moment in which it is ready.
-_LOADING_BACKOFF_S = 0.2
+_LOADING_BACKOFF_S = 0.1
 STANDBY_POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0
 _SNAPSHOT_TIMEOUT_S = 120.0
@@ -140,8 +140,9 @@ class GroupClient:
                 raise
             stream.close()
             await _close(ranks)
-            # Two schedulers that fence each other's ranks at once must not go on in step.
-            jitter = self._random.random() if len(self._addresses) > 1 else 0.0
+            # Two schedulers that fence each other's ranks at once must not go on in step. Nobody fences one that loads.
+            is_loading = longest_s == _LOADING_BACKOFF_S
+            jitter = self._random.random() if len(self._addresses) > 1 and not is_loading else 0.0
             await asyncio.sleep(min(backoff, longest_s) * (1.0 + jitter))
             backoff = min(2 * backoff, longest_s)
 

@@ -91,10 +91,14 @@ class Planner:
             queue_s=settings.transfer_queue_s,
         )
         self.handovers = KvHandovers(self._finish, chunk_tokens=settings.transfer_chunk_tokens)
-        self.loads = KvLoads(self.queue, timeout_s=settings.tiers.load_timeout_s, estimate=self.estimate)
-        self.fetches = KvFetches(
-            self.queue, min_tokens=settings.tiers.fetch_min_tokens, timeout_s=settings.tiers.load_timeout_s
+        tiers = settings.tiers
+        self.loads = KvLoads(
+            self.queue,
+            timeout_s=tiers.load_timeout_s,
+            estimate=self.estimate,
+            window_tokens=tiers.load_window_tokens,
         )
+        self.fetches = KvFetches(self.queue, min_tokens=tiers.fetch_min_tokens, timeout_s=tiers.load_timeout_s)
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )

@@ -46,6 +46,8 @@ class TierSettings:
     eviction: str = ""
     load_min_tokens: int = 32
     load_timeout_s: float = 2.0
+    load_window_tokens: int = 32768
+    """Workers are given loads until they have two, and so many tokens of them; others are queued."""
     fetch_min_tokens: int = 64
     """Fewer that the host lacks are computed rather than asked of the workers' store."""
 

@@ -1,8 +1,11 @@
 """KV that comes back from the host for requests that wait: they are admitted once it is there.
 
-LOADING --all ranks say so--> LOADED --its requests are admitted, or nothing else can run--> gone
+QUEUED --its turn--> LOADING --all ranks say so--> LOADED --its requests are admitted, or nothing else can run--> gone
+QUEUED --nobody waits for it any more--> gone
 
 A load takes device pages as a grant does, and locks what it continues on the device and what it reads on the host.
+Workers copy in the order of plans, one load after the other. So they have a few at a time, and the others are queued
+here: the shortest goes first, for requests together wait least so, unless a longer one has waited long.
 Loaded pages are in the device's prefix cache like any others, locked for the requests that wait for them. A request
 that waits too long is admitted as any other and computes what the device does not have. Nothing of a load outlives the
 epoch: a new one finds the pages in the workers' records.
@@ -27,7 +30,13 @@ from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 MAX_TURNS = 32
 """Requests that are parked for loads in one plan: each costs looking into two trees."""
 MAX_LOADS = 64
-"""Loads under way, or loaded and waited for, at a time."""
+"""Loads queued, under way, or loaded and waited for, at a time."""
+WINDOW_LOADS = 2
+"""Loads that a rank's workers have at least, of those there are: the bus is not to wait until the scheduler hears of
+one."""
+_OVERTAKING_S = 20e-6
+"""A load is overtaken by one that is begun so much later, for each token that it has more: a few times what a bus takes
+for a token."""
 # Time of a loaded token as a share of a computed one before any was loaded, and the weight of the latest load.
 _FIRST_COST, _WEIGHT = 0.25, 0.2
 # A step of so many tokens is a prefill, whose time goes by its tokens.
@@ -47,31 +56,45 @@ class LoadTurn(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class KvLoad:
-    """One load. ids: the whole prefix, int32. held: what of it the device has, locked; source: on the host, locked."""
+    """One load. ids: the whole prefix, int32. held: what of it the device has, locked; source: on the host, locked.
+    num_tokens: that are loaded. op_id: 0 as long as it is queued."""
 
-    op_id: int
     rank: int
     namespace: Namespace
     ids: IntArray
     held: Match
     source: Match
     pages: IntArray
+    num_tokens: int
     begun_s: float
+    op_id: int = 0
     is_loaded: bool = False
     sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Workers have it."""
+        return self.op_id > 0 and not self.is_loaded
+
+    @property
+    def turn_s(self) -> float:
+        """Loads begin in the order of these times."""
+        return self.begun_s + _OVERTAKING_S * self.num_tokens
 
 
 class KvLoads:
     """Of one planner. num_tokens, wait_s: tokens loaded so far, and seconds that their loads took together. estimate:
     of steps, against which loads are measured."""
 
-    def __init__(self, queue: WaitingQueue, *, timeout_s: float, estimate: StepEstimate) -> None:
-        self._estimate = estimate
+    def __init__(
+        self, queue: WaitingQueue, *, timeout_s: float, estimate: StepEstimate, window_tokens: int = 32768
+    ) -> None:
+        """Arguments as of TierSettings."""
+        self._estimate, self._window_tokens = estimate, window_tokens
         self._us_per_token = 0.0
         self._queue = queue
         self._timeout_s = timeout_s
-        self._loads: dict[int, KvLoad] = {}
-        self._moves: list[PageMove] = []
+        self._loads: list[KvLoad] = []
         self._impatient: set[Sequence] = set()
         self._begun: list[tuple[float, int]] = []
         self._last_op = 0
@@ -82,8 +105,8 @@ class KvLoads:
 
     @property
     def num_under_way(self) -> int:
-        """Loads whose completion has not been told."""
-        return sum(not load.is_loaded for load in self._loads.values())
+        """Loads whose completion has not been told, queued ones among them."""
+        return sum(not load.is_loaded for load in self._loads)
 
     @property
     def cost(self) -> float:
@@ -95,24 +118,36 @@ class KvLoads:
 
     def num_parked(self) -> Counter[int]:
         """Requests that wait for loads which are under way, by data-parallel rank."""
-        return Counter(load.rank for load in self._loads.values() if not load.is_loaded for _ in load.sequences)
+        return Counter(load.rank for load in self._loads if not load.is_loaded for _ in load.sequences)
 
     def need_plan(self, state: EpochState) -> bool:
         """True if saves or loads are to be sent, or only an answer can tell that a load has completed."""
         if not state.hosts:
             return False
         is_waiting = bool(self.num_under_way) and not state.in_flight
-        return is_waiting or bool(self._moves) or any(host.has_saves for host in state.hosts)
+        return is_waiting or self._next() is not None or any(host.has_saves for host in state.hosts)
 
     def take_moves(self) -> list[PageMove]:
         """Loads for the plan that is being made."""
-        moves, self._moves = self._moves, []
+        moves = []
+        while (load := self._next()) is not None:
+            self._last_op += 1
+            load.op_id = self._last_op
+            held = load.held.pages
+            moves.append(
+                PageMove(
+                    device_pages=load.pages,
+                    host_pages=load.source.pages[len(held) :],
+                    previous_page=int(held[-1]) if len(held) else -1,
+                    op_id=load.op_id,
+                    rank=load.rank,
+                )
+            )
         return moves
 
     def begin_epoch(self) -> None:
         """Locks and pages of the epoch before are void; who waited is back in the queue."""
         self._loads.clear()
-        self._moves.clear()
         self._impatient.clear()
         self._last_op = 0
 
@@ -132,7 +167,7 @@ class KvLoads:
             return LoadTurn.NOTHING
         if not self._turns_left:
             return LoadTurn.LATER
-        for load in self._loads.values():
+        for load in self._loads:
             is_alike = not load.is_loaded and load.rank == rank and load.namespace == namespace
             if is_alike and _num_common(load.ids, ids) // size > probe.num_pages:
                 self._turns_left -= 1
@@ -149,9 +184,10 @@ class KvLoads:
 
     def loaded(self, state: EpochState, op_ids: PySequence[int]) -> None:
         """All workers of a rank have completed these."""
+        by_op = {load.op_id: load for load in self._loads if load.is_under_way}
         for op_id in op_ids:
-            load = self._loads.get(op_id)
-            if load is None or load.is_loaded:
+            load = by_op.pop(op_id, None)
+            if load is None:
                 continue
             pages = state.ranks[load.rank]
             assert pages.host is not None
@@ -160,15 +196,15 @@ class KvLoads:
             load.held = pages.end_load(load.held, load.namespace, load.ids, load.pages)
             load.is_loaded = True
             self.num_loads += 1
-            self.num_tokens += len(load.pages) * state.group.page_size
-            self._begun.append((load.begun_s, len(load.pages) * state.group.page_size))
+            self.num_tokens += load.num_tokens
+            self._begun.append((load.begun_s, load.num_tokens))
             for sequence in load.sequences:
                 self._queue.unpark(sequence)
 
     def let_go(self, state: EpochState) -> bool:
         """Pages that were loaded for requests that still wait can be evicted: somebody needs room now. False: there are
         none such."""
-        loaded = [load for load in self._loads.values() if load.is_loaded]
+        loaded = [load for load in self._loads if load.is_loaded]
         for load in loaded:
             self._drop(state, load)
         return bool(loaded)
@@ -186,7 +222,7 @@ class KvLoads:
         self._turns_left = MAX_TURNS
         if self._impatient:
             self._impatient = {s for s in self._impatient if s.lifecycle is Lifecycle.WAITING}
-        for load in tuple(self._loads.values()):
+        for load in tuple(self._loads):
             is_late = now - load.begun_s >= self._timeout_s
             waiting = [s for s in load.sequences if s.lifecycle is Lifecycle.WAITING]
             if load.is_loaded and (is_late or not waiting):
@@ -197,6 +233,9 @@ class KvLoads:
                 load.sequences.clear()
                 for sequence in waiting:
                     self._queue.unpark(sequence)
+                waiting = []
+            if not load.op_id and not waiting:
+                self._cancel(state, load)
 
     def _park(self, load: KvLoad, sequence: Sequence) -> LoadTurn:
         # A request that is probed alone is asked for in every plan, parked or not.
@@ -219,36 +258,48 @@ class KvLoads:
         # Locked first: what begin_load() evicts may be saved, and take host pages of others.
         source = host.hold(namespace, ids)
         targets = pages.begin_load(missing)
-        self._last_op += 1
         load = KvLoad(
-            op_id=self._last_op,
             rank=rank,
             namespace=namespace,
             ids=ids.copy(),
             held=held,
             source=source,
             pages=targets,
+            num_tokens=missing * size,
             begun_s=self._now,
         )
-        self._loads[load.op_id] = load
-        self._moves.append(
-            PageMove(
-                device_pages=targets,
-                host_pages=source.pages[len(held.pages) :],
-                previous_page=int(held.pages[-1]) if len(held.pages) else -1,
-                op_id=load.op_id,
-                rank=rank,
-            )
-        )
+        self._loads.append(load)
         return load
+
+    def _next(self) -> KvLoad | None:
+        """The queued load whose turn it is; None: there is none, or workers have enough."""
+        num_loads, num_tokens = Counter[int](), Counter[int]()
+        for load in self._loads:
+            if load.is_under_way:
+                num_loads[load.rank] += 1
+                num_tokens[load.rank] += load.num_tokens
+        queued = (
+            load
+            for load in self._loads
+            if not load.op_id and (num_loads[load.rank] < WINDOW_LOADS or num_tokens[load.rank] < self._window_tokens)
+        )
+        return min(queued, key=lambda load: load.turn_s, default=None)
 
     def _may_wait(self, state: EpochState, rank: int) -> bool:
         """True if pages may come free without this request's doing."""
         return bool(state.table.running_on(rank) or self._loads or state.retracting)
 
+    def _cancel(self, state: EpochState, load: KvLoad) -> None:
+        """Nobody waits for a queued load any more."""
+        pages = state.ranks[load.rank]
+        assert pages.host is not None and not load.op_id
+        pages.host.release(load.source)
+        pages.drop_load(load.pages, was_granted=False)
+        self._drop(state, load)
+
     def _drop(self, state: EpochState, load: KvLoad) -> None:
         state.ranks[load.rank].cache.unlock(load.held)
-        del self._loads[load.op_id]
+        self._loads.remove(load)
 
 
 def _num_common(first: IntArray, second: IntArray) -> int:

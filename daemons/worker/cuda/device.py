@@ -23,9 +23,13 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
+from radixmesh.daemons.worker.cuda.step.inputs.pinned_ring import PinnedRing
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 _SPARE_EVENTS = 64
+# Of host memory from which kernels fetch what is uploaded, and how often that is possible ahead of the device. A step
+# with chunks has some five uploads.
+_UPLOAD_BYTES, _NUM_UPLOADS = 128 << 10, 64
 
 
 def shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -57,7 +61,8 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
-        """Copies int32 `values` to the first of `target`, behind all work so far. `values` may change afterwards."""
+        """Copies int32 `values` to the first of `target`, int32 and contiguous, behind all work so far on the current
+        stream. `values` may change afterwards. Any thread."""
 
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
@@ -251,6 +256,8 @@ class CudaDevice(Device):
         self._patient = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
+        self._uploads: PinnedRing | None = None
+        self._uploading = threading.Lock()
 
     def record_event(self) -> TimedEvent:
         return CudaEvent(self._stream, self._spare)
@@ -265,8 +272,24 @@ class CudaDevice(Device):
         return CudaEvent(stream, self._spare)
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
-        # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
-        target[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        num = len(values)
+        if 4 * num > _UPLOAD_BYTES:
+            # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
+            target[:num].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+            return
+        if not num:
+            return
+        # Triton is needed where there is a GPU alone.
+        from radixmesh.kernels.fetch_ints import fetch_ints
+
+        # A copy engine would come to these few bytes behind the KV that it has yet to load for other requests.
+        with self._uploading:
+            if self._uploads is None:
+                self._uploads = PinnedRing(_UPLOAD_BYTES, count=_NUM_UPLOADS)
+            ints = self._uploads.take()[: 4 * num].view(torch.int32)
+            ints.numpy()[:] = values
+            fetch_ints(ints, target[:num])
+            self._uploads.fence()
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -87,5 +87,8 @@ class KvAccess:
         """KV came into these pages that a network has not seen."""
         if self._network is not None:
             with self._device.in_order():
-                tokens = kv_slots(pages, len(pages) * self._pool.page_size, self._pool.page_size)
-                self._network.received(torch.from_numpy(tokens).to(self._device.torch_device))
+                indexes = kv_slots(pages, len(pages) * self._pool.page_size, self._pool.page_size).astype(np.int32)
+                tokens = torch.empty(len(indexes), dtype=torch.int32, device=self._device.torch_device)
+                # Not a copy that waits for the steps that were launched.
+                self._device.upload(indexes, tokens)
+                self._network.received(tokens)

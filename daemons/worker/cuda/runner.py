@@ -114,7 +114,7 @@ class DeviceRunner(ModelRunner):
                 limits.num_slots,
                 vocab_size=self.vocab_size,
                 max_total_len=limits.max_total_len,
-                device=device.torch_device,
+                device=device,
             )
             self._sampler = self._create_sampler(max_rows=limits.num_slots, masks=self.masks)
             is_cut = bool(limits.two_batch_min_rows) and experts is not None

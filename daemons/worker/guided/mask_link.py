@@ -17,6 +17,8 @@ from radixmesh.daemons.worker.guided.mask_frames import MAX_REPORT_BYTES, FrameR
 _MODULE = "radixmesh.daemons.worker.guided.mask_process"
 _BUFFER_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
+_MOST_AT_ONCE = 1 << 16
+"""Bytes that send() tries to send itself: an artefact has megabytes, and the step thread sends it to each process."""
 
 
 class MaskLink:
@@ -58,12 +60,14 @@ class MaskLink:
         socket.send_fds(self.socket, [frame(Kind.MEMORY, about)], [descriptor])
 
     def send(self, data: bytes) -> None:
-        """Never waits: what the process does not take yet is kept for flush(). Of a process that has ended nothing is
-        said here; read() tells."""
+        """Never waits: what is large, or the process does not take yet, is kept for flush(). Of a process that has
+        ended nothing is said here; read() tells."""
         if self._backlog:
             self._backlog.append(memoryview(data))
             return
-        left = self._try(memoryview(data))
+        left = memoryview(data)
+        if len(data) <= _MOST_AT_ONCE:
+            left = self._try(left)
         if left:
             self._backlog.append(left)
             self._wake()

@@ -24,7 +24,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.guided.mask_frames import INT, Admission, Kind, frame, ints
+from radixmesh.daemons.worker.guided.mask_frames import HEAD, INT, Admission, Kind, frame, ints
 from radixmesh.daemons.worker.guided.mask_link import MaskLink
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink, SharedMaskMemory
 
@@ -305,7 +305,9 @@ class MaskPart:
         if known is None:
             self._num_grammars += 1
             known = self._sent[grammar_hash] = self._num_grammars, len(blob)
-            link.send(frame(Kind.GRAMMAR, self._num_grammars.to_bytes(INT, "little"), blob))
+            # Without a copy of the artefact.
+            link.send(HEAD.pack(Kind.GRAMMAR, INT + len(blob)) + self._num_grammars.to_bytes(INT, "little"))
+            link.send(blob)
         self._sent.move_to_end(grammar_hash)
         number = known[0]
         admission = Admission(row, int(state.serials[row]), number, int(state.known[row]), int(state.is_ready(row)))

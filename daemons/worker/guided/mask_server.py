@@ -126,13 +126,14 @@ class MaskServer:
 
     def _admit(self, payload: bytes) -> None:
         about = Admission(*np.frombuffer(payload[:_ADMISSION_BYTES], np.int32).tolist())
-        blob = self._blobs.get(about.grammar)
+        # Of its time: an output of before attach() may begin behind it, and numbers of grammars mean others then.
+        blob, store = self._blobs.get(about.grammar), self._store
         self._masks.serials[about.row] = about.serial
 
         def start() -> tuple[GrammarMatcher, GreedyTokens]:
             if blob is None:
                 raise invalid_grammar("the grammar is not where its masks are filled: send the request anew", "")
-            return self._store.get(str(about.grammar), blob).matcher(), self._store.tokens
+            return store.get(str(about.grammar), blob).matcher(), store.tokens
 
         guide = Guide(
             start,

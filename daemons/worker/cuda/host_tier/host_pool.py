@@ -22,8 +22,9 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.device import CudaDevice, CudaEvent
 from radixmesh.daemons.worker.cuda.host_tier.choice import StepWork, Trial, best_of, probed_pages
+from radixmesh.daemons.worker.cuda.host_tier.copy_calls import driver_calls
 from radixmesh.daemons.worker.cuda.host_tier.copy_thread import CopyEnd, CopyThread
-from radixmesh.daemons.worker.cuda.host_tier.page_copies import KernelCopies, PageCopies, driver_call, ways_for
+from radixmesh.daemons.worker.cuda.host_tier.page_copies import KernelCopies, PageCopies, ways_for
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.host_memory.host_pool import HostPool, host_pages_in
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
@@ -88,12 +89,12 @@ class CudaHostPool(HostPool):
         """Ways that work. page: of the device, that keeps what it has; first: of the host, that is overwritten."""
         pages_together, rest = divmod(self._memory.part_words, page_words)
         try:
-            call = driver_call()
+            start = driver_calls()
         except OSError as error:
             _log.warning("copy_engines_missing", error=repr(error))
-            call = None
+            start = None
         ways = []
-        for way in ways_for(self._planes, self._words, 0 if rest else pages_together, call):
+        for way in ways_for(self._planes, self._words, 0 if rest else pages_together, start):
             self.copies = Copies(way, way)
             try:
                 self.save(page, first)

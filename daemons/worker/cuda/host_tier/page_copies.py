@@ -12,17 +12,16 @@ Which one moves pages is measured: `choice.py`.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.host_tier.copy_calls import NUM_FIELDS, Addresses, CopyCalls
 from radixmesh.kernels.page_copy import NUM_PROGRAMS, copy_pages
 
 MIN_ROW_BYTES = 8192
@@ -34,15 +33,9 @@ _NUM_STAGES = 2
 _MAX_PARTS = 8
 """Parts of staged copies that streams have to do at most, some five operations each."""
 _MAX_PITCH = (1 << 31) - 1
-PACE = 256
-"""Copies of the driver's call from one event to the next."""
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-# Fields of the driver's CUDA_MEMCPY2D, 8 bytes each: (type, host address, device address, pitch) of source and target.
-_NUM_FIELDS, _SOURCE, _TARGET, _WIDTH, _HEIGHT = 16, (2, 3, 4, 6), (9, 10, 11, 13), 14, 15
-
-Addresses = npt.NDArray[np.int64]
-CopyCall = Callable[[int, int], None]
-"""Starts a copy: address of a CUDA_MEMCPY2D, which is read in the call, and the stream. Raises RuntimeError."""
+# Fields of the driver's CUDA_MEMCPY2D: (type, host address, device address, pitch) of source and target.
+_SOURCE, _TARGET, _WIDTH, _HEIGHT = (2, 3, 4, 6), (9, 10, 11, 13), 14, 15
 
 
 class PageCopies(ABC):
@@ -73,10 +66,10 @@ class EngineCopies(PageCopies):
     each plane. pages_together: host pages that are locked as one: no copy goes from one such part to the next."""
 
     def __init__(
-        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall
+        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, start: CopyCalls
     ) -> None:
         super().__init__(planes, words)
-        self._call, self._pages_together = call, pages_together
+        self._start, self._pages_together = start, pages_together
 
     def copy(self, device_pages: IntArray, host_pages: IntArray, stream: int, *, to_host: bool) -> None:
         order = np.argsort(device_pages, kind="stable")
@@ -93,12 +86,12 @@ class EngineCopies(PageCopies):
             on_host = offset + self._page_bytes * host[runs][:, None] + row * layers
             sizes = row, np.repeat(lengths[is_long], num_layers)
             copies = _copies((on_device, row), (on_host, self._page_bytes), sizes, to_host=to_host)
-            _start(copies, self._call, stream)
+            self._start(copies, stream)
             # A copy of each page, a row of it a layer.
             pages = np.flatnonzero(np.repeat(~is_long, lengths))
             on_device, on_host = plane.data_ptr() + row * device[pages], offset + self._page_bytes * host[pages]
             copies = _copies((on_device, row * num_pages), (on_host, row), (row, num_layers), to_host=to_host)
-            _start(copies, self._call, stream)
+            self._start(copies, stream)
             offset += row * num_layers
 
 
@@ -107,10 +100,10 @@ class StagedCopies(PageCopies):
     a kernel goes through the other. Calls of one direction are on one stream. pages_together: as of EngineCopies."""
 
     def __init__(
-        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall
+        self, planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, start: CopyCalls
     ) -> None:
         super().__init__(planes, words)
-        self._call, self._pages_together = call, pages_together
+        self._start, self._pages_together = start, pages_together
         self._num_staged = min(len(words), max(1, _STAGE_BYTES // self._page_bytes))
         shape, device = (_NUM_STAGES * self._num_staged, words.shape[1]), planes[0].device
         self._stages = tuple(torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
@@ -131,7 +124,7 @@ class StagedCopies(PageCopies):
             on_host = self._words.data_ptr() + self._page_bytes * host[part][firsts]
             width = self._page_bytes * lengths
             copies = _copies((on_device, width), (on_host, width), (width, 1), to_host=to_host)
-            _start(copies, self._call, stream)
+            self._start(copies, stream)
 
         def between_planes_and_stage(number: int) -> None:
             part = slice(number * num_staged, (number + 1) * num_staged)
@@ -199,63 +192,18 @@ class KernelCopies(PageCopies):
 
 
 def ways_for(
-    planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, call: CopyCall | None
+    planes: Sequence[torch.Tensor], words: torch.Tensor, pages_together: int, start: CopyCalls | None
 ) -> list[PageCopies]:
     """Ways for pages of these rows, the one first that takes least of the SMs. pages_together: 0 if pages lie across
-    the ends of locked parts. call: None if the driver cannot be called."""
-    if call is None or not pages_together:
+    the ends of locked parts. start: None if the driver cannot be called."""
+    if start is None or not pages_together:
         return [KernelCopies(planes, words)]
-    staged = StagedCopies(planes, words, pages_together, call)
+    staged = StagedCopies(planes, words, pages_together, start)
     rows = [4 * plane.shape[2] for plane in planes]
     pitches = [row * plane.shape[1] for row, plane in zip(rows, planes, strict=True)]
     if min(rows) >= MIN_ROW_BYTES and max(pitches) <= _MAX_PITCH:
-        return [EngineCopies(planes, words, pages_together, call), staged]
+        return [EngineCopies(planes, words, pages_together, start), staged]
     return [staged, KernelCopies(planes, words)]
-
-
-class _Awaited(Protocol):
-    def synchronize(self) -> object:
-        """Blocks without the interpreter's lock."""
-
-
-def driver_call() -> CopyCall:
-    """The driver's call, on the current context and stream. Raises OSError where there is no driver."""
-    # Keeps the interpreter's lock: a call takes a microsecond or two, and to get the lock back may take milliseconds.
-    function = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
-
-    def call(address: int, stream: int) -> None:
-        if status := function(address, stream):
-            raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {status}")
-
-    return paced(call, _recorded)
-
-
-def paced(call: CopyCall, record: Callable[[], _Awaited]) -> CopyCall:
-    """The same, for streams that never have more than 2 x PACE copies to do.
-
-    A stream's queue has an end (about a thousand operations), where the driver waits for room. It would do so with the
-    interpreter's lock, and copies may be behind a step that waits for a lost rank: nobody could end that step.
-    record: an event behind all work of the current stream.
-    """
-    num_started: dict[int, int] = {}
-    last: dict[int, _Awaited] = {}
-
-    def start(address: int, stream: int) -> None:
-        call(address, stream)
-        num = num_started[stream] = num_started.get(stream, 0) + 1
-        if num % PACE == 0:
-            before, last[stream] = last.get(stream), record()
-            if before is not None:
-                before.synchronize()
-
-    return start
-
-
-def _recorded() -> _Awaited:
-    event = _blocking_event()
-    event.record()
-    return event
 
 
 def _blocking_event() -> torch.cuda.Event:
@@ -284,7 +232,7 @@ def _copies(
     to_host: bool,
 ) -> Addresses:
     """CUDA_MEMCPY2D, a row each. device, host: addresses and pitches, bytes; sizes: width in bytes, and height."""
-    copies = np.zeros((device[0].size, _NUM_FIELDS), np.int64)
+    copies = np.zeros((device[0].size, NUM_FIELDS), np.int64)
     of_device, of_host = (_SOURCE, _TARGET) if to_host else (_TARGET, _SOURCE)
     kind, _, address, pitch = of_device
     copies[:, kind], copies[:, address], copies[:, pitch] = _DEVICE, device[0].reshape(-1), device[1]
@@ -292,12 +240,6 @@ def _copies(
     copies[:, kind], copies[:, address], copies[:, pitch] = _HOST, host[0].reshape(-1), host[1]
     copies[:, _WIDTH], copies[:, _HEIGHT] = sizes
     return copies
-
-
-def _start(copies: Addresses, call: CopyCall, stream: int) -> None:
-    size, start = copies.itemsize * _NUM_FIELDS, copies.ctypes.data
-    for address in range(start, start + size * len(copies), size):
-        call(address, stream)
 
 
 def _sent(values: IntArray, device: torch.device) -> torch.Tensor:

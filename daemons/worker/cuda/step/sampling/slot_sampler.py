@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import SlotChains
 from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
@@ -42,13 +44,14 @@ class SlotSampler:
         max_rows: int,
         vocab_size: int,
         max_total_len: int,
-        device: torch.device,
+        device: Device,
         masks: SlotMasks | SlotChains | None = None,
         keeps_tokens: bool = False,
     ) -> None:
         """keeps_tokens: tokens_SL has those of all slots, not only of slots with penalties: drafters look there."""
         self._keeps_tokens = keeps_tokens
         self._device, self._masks = device, masks
+        where = device.torch_device
         self._needs = np.zeros(num_slots + 1, np.uint8)
         self._has_options = np.zeros(num_slots + 1, np.bool_)
         self._params = SampleParams.allocate(
@@ -56,13 +59,13 @@ class SlotSampler:
             max_total_len=max_total_len,
             max_biases=MAX_LOGIT_BIASES,
             max_suppressed=MAX_SUPPRESSED_IDS,
-            device=device,
+            device=where,
         )
         self._max_rows, self.vocab_size = max_rows, vocab_size
-        self._scratch = SampleScratch(max_rows, vocab_size, device, has_penalties=False)
+        self._scratch = SampleScratch(max_rows, vocab_size, where, has_penalties=False)
         self._penalty_scratch: SampleScratch | None = None
         self._admitted: dict[int, Admit] = {}
-        self._logprob_scratch = LogprobScratch(max_rows, MAX_TOP_LOGPROBS, device)
+        self._logprob_scratch = LogprobScratch(max_rows, MAX_TOP_LOGPROBS, where)
         self._num_top = np.full(num_slots + 1, -1, np.int32)
 
     @property
@@ -138,9 +141,10 @@ class SlotSampler:
             return
         for admit in admits:
             self._has_options[admit.slot] = bool(self._needs[admit.slot])
-        slots = self._on_device(np.array([admit.slot for admit in admits], np.int64))
-        for target, values in self._columns(admits):
-            target.index_copy_(0, slots, self._on_device(values))
+        targets, columns = zip(*self._columns(admits), strict=True)
+        slots, *values = self._on_device(np.array([admit.slot for admit in admits], np.int64), *columns)
+        for target, of_slots in zip(targets, values, strict=True):
+            target.index_copy_(0, slots, of_slots)
         for admit in admits:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
@@ -243,7 +247,8 @@ class SlotSampler:
     def _with_penalties(self) -> SampleScratch:
         """Made when first needed: it is large."""
         if self._penalty_scratch is None:
-            self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, self._device, has_penalties=True)
+            where = self._device.torch_device
+            self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, where, has_penalties=True)
         return self._penalty_scratch
 
     def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:
@@ -274,21 +279,28 @@ class SlotSampler:
         if not self._keeps_tokens:
             self._send_tokens(admit)
         if admit.sampling.logit_bias:
-            bias_ids, biases = zip(*admit.sampling.logit_bias, strict=True)
-            params.bias_ids_SB[slot, : len(bias_ids)] = self._on_device(np.array(bias_ids, np.int32))
-            params.bias_values_SB[slot, : len(biases)] = self._on_device(np.array(biases, np.float32))
+            ids, values = zip(*admit.sampling.logit_bias, strict=True)
+            bias_ids, biases = self._on_device(np.array(ids, np.int32), np.array(values, np.float32))
+            params.bias_ids_SB[slot, : len(ids)] = bias_ids
+            params.bias_values_SB[slot, : len(ids)] = biases
         if len(admit.suppressed_ids):
-            params.suppressed_ids_SU[slot, : len(admit.suppressed_ids)] = self._on_device(admit.suppressed_ids)
+            [params.suppressed_ids_SU[slot, : len(admit.suppressed_ids)]] = self._on_device(admit.suppressed_ids)
 
     def _send_tokens(self, admit: Admit) -> None:
         ids = np.concatenate((admit.prompt_ids, admit.output_ids)).astype(np.int32, copy=False)
-        self._params.tokens_SL[admit.slot, : len(ids)] = self._on_device(ids)
+        [self._params.tokens_SL[admit.slot, : len(ids)]] = self._on_device(ids)
 
-    def _on_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+    def _on_device(self, *columns: npt.NDArray[np.generic]) -> list[torch.Tensor]:
+        """The same on the device, by one upload. Numbers of 4 or 8 bytes, one dimension each."""
+        ends = list(accumulate(-(-column.nbytes // 8) * 8 for column in columns))
+        packed, parts = np.zeros(ends[-1] if ends else 0, np.uint8), []
+        sent = torch.empty(len(packed) // 4, dtype=torch.int32, device=self._device.torch_device)
+        for column, start in zip(columns, [0, *ends], strict=False):
+            packed[start : start + column.nbytes] = np.ascontiguousarray(column).view(np.uint8)
+            dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            parts.append(sent[start // 4 : (start + column.nbytes) // 4].view(dtype))
+        self._device.upload(packed.view(np.int32), sent)
+        return parts
 
 
 def needs_of(admit: Admit) -> Needs:
