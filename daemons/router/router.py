@@ -18,6 +18,7 @@ from radixmesh.daemons.router.discovery.discovery import Discovery
 from radixmesh.daemons.router.discovery.retirement import Retirement
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.schedulers.served_models import ServedModel
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.intake.request_maker import RequestMaker
 from radixmesh.daemons.router.requests.intake.resolver import check_names
@@ -212,6 +213,10 @@ class Router:
     async def model_identity(self, name: str) -> ServedIdentity:
         """The model of that name, "" = the first, waited for as open() does. Raises MeshError."""
         return await self._maker.model_identity(name)
+
+    async def models(self) -> list[ServedModel]:
+        """Every model that is served; waits a moment for the first scheduler, while none has been reached."""
+        return await self._maker.models()
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
         """The vocabulary that tokenizers have."""

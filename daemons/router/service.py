@@ -69,7 +69,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     base_model=model.base_model,
                     num_schedulers=model.num_schedulers,
                 )
-                for model in self._router.schedulers.models()
+                for model in await self._router.models()
             ]
         )
 

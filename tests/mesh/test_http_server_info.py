@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import httpx
+import pytest
 from support.http import http_client
 from support.http_process import DEADLINE_S, http_process
 from support.mesh import running_mesh
+from support.router_mesh import RouterMesh, router_mesh
 
 import radixmesh
+from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.openapi import OPEN_PATHS, OPERATIONS, PAGE_PATHS, NoBody, description
 
@@ -103,3 +107,51 @@ async def test_without_a_scheduler_and_without_a_key(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "NO_REPLICA"), path
             assert int(answer.headers["retry-after"]) >= 1
         assert (await http.get("/openapi.json", headers=known)).json()["openapi"].startswith("3.")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/alias", "/api/tags"])
+async def test_a_router_that_came_up_first_lists_models_once_it_has_a_scheduler(path: str) -> None:
+    """It serves, says /health, before it has reached one: no client is told meanwhile that there is no model."""
+    async with router_mesh(http_listen="127.0.0.1:0", model_aliases=("alias=tiny-llama",)) as mesh:
+        await _restart_without_scheduler(mesh)
+        async with httpx.AsyncClient(base_url=_http_of(mesh), trust_env=False, timeout=DEADLINE_S) as http:
+            assert (await http.get("/health")).status_code == 200
+            asked = asyncio.create_task(http.get(path))
+            done, _ = await asyncio.wait((asked,), timeout=0.2)
+            assert not done, asked.result().text
+            await mesh.schedulers[0].start()
+            answer = await asked
+    assert answer.status_code == 200 and "alias" in answer.text and "tiny-llama" in answer.text, answer.text
+
+
+async def test_models_over_grpc_wait_for_the_first_scheduler() -> None:
+    async with router_mesh() as mesh, mesh.client() as client:
+        await _restart_without_scheduler(mesh)
+        asked = asyncio.create_task(client.models())
+        done, _ = await asyncio.wait((asked,), timeout=0.2)
+        assert not done, asked.result()
+        await mesh.schedulers[0].start()
+        assert [model.name for model in await asked] == ["tiny-llama"]
+
+
+async def test_a_list_of_models_does_not_wait_for_ever() -> None:
+    """Of schedulers that never come; and not at all for one that was reached and is away."""
+    async with router_mesh() as mesh:
+        schedulers = mesh.router().schedulers
+        await mesh.schedulers[0].kill()
+        async with asyncio.timeout(1):
+            assert [model.name for model in await schedulers.list_models(60)] == ["tiny-llama"]
+        await mesh.routers[0].restart()
+        async with asyncio.timeout(30):
+            assert await mesh.router().schedulers.list_models(0.2) == []
+
+
+async def _restart_without_scheduler(mesh: RouterMesh) -> None:
+    await mesh.schedulers[0].kill()
+    await mesh.routers[0].restart()
+
+
+def _http_of(mesh: RouterMesh) -> str:
+    daemon = mesh.routers[0].daemon
+    assert isinstance(daemon, RouterDaemon) and daemon.http is not None
+    return f"http://127.0.0.1:{daemon.http.port}"

@@ -18,7 +18,8 @@ class ModelsEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         schedulers = self._context.router.schedulers
-        models = schedulers.models()
+        # The router serves before it has reached a scheduler: clients that come right then would see no model.
+        models = await self._context.router.models()
         name = request.path_params.get("name")
         if name is None:
             named = [(model, id) for model in models for id in (model.name, *schedulers.aliases_of(model.name))]

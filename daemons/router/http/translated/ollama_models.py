@@ -34,8 +34,8 @@ class OllamaTagsEndpoint:
         self._context = context
 
     async def __call__(self, request: Request) -> Response:
-        schedulers = self._context.router.schedulers
-        named = [(model, name) for model in schedulers.models() for name in _names(model, schedulers.aliases_of)]
+        schedulers, models = self._context.router.schedulers, await self._context.router.models()
+        named = [(model, name) for model in models for name in _names(model, schedulers.aliases_of)]
         return JSONResponse({"models": [self._entry(model, name) for model, name in named]})
 
     def _entry(self, model: ServedModel, name: str) -> JsonObject:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
@@ -170,28 +171,38 @@ class SchedulerPool(PeerPool):
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        while True:
-            if (found := self.served(name, like)) is not None:
-                return found
-            models = self.models()
-            remaining = until - loop.time()
-            are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
-            if are_all_known or remaining <= 0:
+        until = asyncio.get_running_loop().time() + timeout_s
+        while (found := self.served(name, like)) is None:
+            if not await self._may_learn_more(until):
                 break
-            changed = self._changed
-            try:
-                async with asyncio.timeout(remaining):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+        if found is not None:
+            return found
+        models = self.models()
         if not models:
             message = "no scheduler has been reached yet: start one, or name one that runs with --schedulers"
             raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
         served = ", ".join(model.name for model in models)
         message = f"no scheduler serves {name!r}: choose one of {served}"
         raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": name})
+
+    async def list_models(self, timeout_s: float) -> list[ServedModel]:
+        """As models(), but waits for the first one while schedulers are still to be reached."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        while not (models := self.models()):
+            if not await self._may_learn_more(until):
+                break
+        return models
+
+    async def _may_learn_more(self, until: float) -> bool:
+        """Waits for a change of a link; False once every scheduler has been reached, or from `until` on."""
+        remaining = until - asyncio.get_running_loop().time()
+        are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
+        if are_all_known or remaining <= 0:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(remaining):
+                await self._changed.wait()
+        return True
 
     def place(
         self,

@@ -93,6 +93,10 @@ class RequestMaker:
         check_names(model=name)
         return (await self._schedulers.find_model(name, self._model_wait_s())).identity
 
+    async def models(self) -> list[ServedModel]:
+        """Every model that is served: a router that has just come up waits a moment for its first scheduler."""
+        return await self._schedulers.list_models(_UNKNOWN_MODEL_WAIT_S)
+
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
         deadline, ttft_deadline = self._deadlines_of(message)
