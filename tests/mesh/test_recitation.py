@@ -195,7 +195,7 @@ async def test_resume_at_every_cut_point() -> None:
     requests = [
         {"prompt": "furu-ike", "temperature": 0.0},
         {"prompt": "chat.emoji", "temperature": 0.0},
-        {"prompt": "chat.json", "temperature": 1.0, "n": 2, "seed": 5, "max_tokens": 24},
+        {"prompt": "chat.json", "temperature": 1.0, "n": 2, "seed": 5, "max_tokens": 32},
     ]
     entries = {entry["name"]: entry for entry in json.loads((MODEL / "recitations.json").read_text())}
     async with running_mesh("cpu", scale={"router": 2}) as mesh:
@@ -215,7 +215,8 @@ async def cut_everywhere(mesh: Mesh, request: router_pb2.GenerateRequest) -> Non
     async with open_channel(mesh.routers[0]) as one, open_channel(mesh.routers[1]) as other:
         first, second = router_pb2_grpc.RouterServiceStub(one), router_pb2_grpc.RouterServiceStub(other)
         whole = [response async for response in first.Generate(request)]
-        assert len(whole) > 20, "too few messages to cut between"
+        # A busy machine sends several tokens in one.
+        assert len(whole) > 8, "too few messages to cut between"
         expected = _outputs(whole)
         for cut in range(1, len(whole)):
             before = whole[:cut]

@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.guided import guide as guide_module
 from radixmesh.daemons.worker.guided import mask_link, mask_part, process_guides
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
@@ -452,6 +453,40 @@ def test_an_output_of_before_that_begins_late_leaves_others_their_grammars(monke
     expected: MaskWords = np.zeros(num_words, np.int32)
     backend().load(artefact).matcher().fill(expected)
     assert (words[1] == expected).all() and (words[0] != expected).any()
+
+
+def test_tokens_that_come_while_a_successor_goes_over_an_output_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before has left the mask behind the output so far: the device samples, however long that takes."""
+
+    class Nowhere(Reports):
+        def send(self, kind: Kind, *parts: bytes) -> None:
+            told.append((kind, b"".join(parts)))
+
+    told: list[tuple[Kind, bytes]] = []
+    num_words = -(-vocabulary().vocab_size // 32)
+    words: MaskWords = np.zeros((1, num_words), np.int32)
+    server = MaskServer(backend(), ReportedMasks(words, Nowhere()), vocabulary().vocab_size)
+    artefact, expected = backend().compile(SOURCES[1]), np.zeros(num_words, np.int32)
+    matcher, output_ids = backend().load(artefact).matcher(), []
+    for _ in range(6):
+        matcher.fill(expected)
+        bits = np.unpackbits(expected.view(np.uint8), bitorder="little", count=vocabulary().vocab_size)
+        output_ids.append(int(np.flatnonzero(bits)[0]))
+        assert matcher.accept(output_ids[-1])
+    matcher.fill(expected)
+    late: list[Guide] = []
+    with monkeypatch.context() as held:
+        held.setattr(MaskFiller, "begin", lambda _, guide: late.append(guide))
+        server.take(Kind.GRAMMAR, ints(1) + artefact)
+        admission = Admission(row=0, serial=1, grammar=1, position=5, has_mask=1)
+        server.take(Kind.ADMIT, ints(*admission) + np.array(output_ids[:5], np.int32).tobytes())
+        server.take(Kind.TOKENS, ints(0, 1, output_ids[5]))
+        # Each look at the clock is one too late.
+        held.setattr(guide_module, "_REPLAY_S", -1.0)
+        assert late[0].run(), "a slow thread is to go on"
+    while late[0].run():
+        pass
+    assert told == [(Kind.PUBLISHED, ints(0, 1, 6))] and (words[0] == expected).all()
 
 
 def test_processes_end_with_their_worker(tmp_path: Path) -> None:

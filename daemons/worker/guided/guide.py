@@ -175,7 +175,9 @@ class Guide:
             if not is_closed and self.error is None:
                 try:
                     if not self._is_at_the_end():
-                        # No tokens are lost: none is sampled before the first mask.
+                        # Tokens come already where a process before has left the mask.
+                        with self._lock:
+                            self._pending[:0] = tokens
                         self.is_slow = True
                         return True
                     # Reading a grammar, once, says nothing of its masks.
