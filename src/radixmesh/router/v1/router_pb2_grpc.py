@@ -89,7 +89,7 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """GetModelInfo lists the models served.
+        """GetModelInfo lists the models served. A router that has reached no scheduler yet waits for one, for up to 5 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,7 @@ class RouterServiceStub:
     Tokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]
     """Tokenize encodes texts and chats as Generate would."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelInfoRequest, _router_pb2.GetModelInfoResponse]
-    """GetModelInfo lists the models served."""
+    """GetModelInfo lists the models served. A router that has reached no scheduler yet waits for one, for up to 5 s."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -68,7 +68,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Tokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize encodes texts and chats as Generate would."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelInfoRequest, _router_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """GetModelInfo lists the models served."""
+    """GetModelInfo lists the models served. A router that has reached no scheduler yet waits for one, for up to 5 s."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService is what clients speak."""
@@ -110,7 +110,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetModelInfoResponse, _abc.Awaitable[_router_pb2.GetModelInfoResponse]]:
-        """GetModelInfo lists the models served."""
+        """GetModelInfo lists the models served. A router that has reached no scheduler yet waits for one, for up to 5 s."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
