@@ -114,10 +114,13 @@ async def test_a_clients_trace_is_continued_or_left_alone(mesh: Mesh, collector:
 async def test_a_resumed_stream_continues_its_trace(mesh: Mesh, collector: Collector) -> None:
     stream = mesh.client.generate(LONG.prompt, temperature=0.0, max_tokens=2000, request_id="resumed")
     ids: list[int] = []
+    is_killed = False
     async for chunk in stream:
         ids += chunk.ids
-        if len(ids) > 5 and not stream.num_resumptions and mesh.cluster.status("router").restarts == 0:
-            assert mesh.cluster.kill("router", 1, signal.SIGKILL)
+        if len(ids) > 5 and not is_killed:
+            # Once: chunks that were on their way come behind it.
+            is_killed = mesh.cluster.kill("router", 1, signal.SIGKILL)
+            assert is_killed
     assert tuple(ids) == LONG.answers[0].ids and stream.num_resumptions == 1
 
     def is_second(span: SeenSpan) -> bool:

@@ -179,9 +179,9 @@ def test_a_feed_costs_what_is_new(calls: str, head: str, piece: str) -> None:
         parser.finish()
         return time.process_time() - since
 
-    # Quadratic cost would be 64 times as much.
-    assert seconds(40_000, 8) < 24 * seconds(5_000, 8) + 0.2
-    assert seconds(MAX_HELD, 1 << 20) < 10 * seconds(MAX_HELD // 4, 1 << 20) + 0.2
+    # Quadratic cost would be 64 times, and 16 times, as much, each time that it is measured.
+    assert any(seconds(40_000, 8) < 24 * seconds(5_000, 8) + 0.2 for _ in range(3))
+    assert any(seconds(MAX_HELD, 1 << 20) < 10 * seconds(MAX_HELD // 4, 1 << 20) + 0.2 for _ in range(3))
 
 
 def test_what_is_held_has_a_bound_that_no_split_moves() -> None:
