@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.text_decoder import family_of
+from radixmesh.daemons.router.peers.local_text import LOAD_AFTER_S
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
@@ -31,6 +33,8 @@ _TEXT = (
     "it was the epoch of belief, it was the epoch of incredulity, it was the season of Light"
 )
 _MAX_ENTRIES = 4096
+# A tiny vocabulary, on a busy machine.
+_LOADED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,8 @@ class Ladder:
         await start("scheduler", "scheduler", {"workers": address("worker")})
         peers = {f"{name}s": address(name) for name in ("tokenizer", "detokenizer", "scheduler")}
         await start("router", "router", peers)
+        await start("router_with_text", "router", peers | {"tokenizer_path": MODEL})
+        await asyncio.sleep(LOAD_AFTER_S + _LOADED_S)
 
     def thread_link(self) -> ThreadLink:
         """A worker of its own on a thread of this process."""
@@ -113,6 +119,7 @@ class Ladder:
             alone = await stack.enter_async_context(self._engine(self.thread_link()))
             split = await stack.enter_async_context(self._engine(self.execute_link(self.settings.transport)))
             client = await stack.enter_async_context(AsyncClient([address("router")]))
+            local = await stack.enter_async_context(AsyncClient([address("router_with_text")]))
             serve = ServeStream(address("scheduler"))
             await serve.open()
             stack.push_async_callback(serve.close)
@@ -123,6 +130,13 @@ class Ladder:
                 ),
                 ServeRung(name="scheduler", adds="Serve (ids only)", pids=scheduler, serve=serve),
                 RouterRung(name="router_ids", adds="Generate (ids only)", pids=router, client=client, is_text=False),
+                RouterRung(
+                    name="local_text",
+                    adds="text in the router (--tokenizer-path)",
+                    pids=scheduler | {"router": pid("router_with_text")},
+                    client=local,
+                    is_text=True,
+                ),
                 RouterRung(name="mesh", adds="Encode, Detokenize (text)", pids=mesh, client=client, is_text=True),
             ]
 
