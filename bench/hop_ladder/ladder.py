@@ -41,12 +41,13 @@ _LOADED_S = 1.0
 class LadderSettings:
     """step_ms: every step of the simulated worker takes exactly so long, whatever is in it.
 
-    Nothing else varies with the load then, so what differs between rungs is theirs. num_pages: enough that no rung
-    evicts, since the daemons' rungs share one cache and the others have their own.
+    Nothing else varies with the load then, so what differs between rungs is theirs. cores_each: as of Processes.
+    num_pages: enough that no rung evicts, since the daemons' rungs share one cache and the others have their own.
     """
 
     step_ms: float
     transport: str = "unix"
+    cores_each: int | None = None
     num_pages: int = 1 << 19
 
     def worker(self) -> WorkerSettings:
@@ -156,7 +157,7 @@ class Ladder:
 @asynccontextmanager
 async def running_ladder(settings: LadderSettings, folder: Path) -> AsyncIterator[Ladder]:
     """A ladder whose daemons serve; none is left behind."""
-    async with Processes(folder, settings.transport) as processes:
+    async with Processes(folder, settings.transport, cores_each=settings.cores_each) as processes:
         ladder = Ladder(settings, processes)
         await ladder.start()
         yield ladder

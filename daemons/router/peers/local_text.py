@@ -28,7 +28,7 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 log = get_logger(__name__)
 
-# What is known of a model folder takes the interpreter's lock for some tenths of a second: not while clients whose
+# Reading a model folder takes the interpreter's lock for some tenths of a second: not while clients whose
 # router died come here to resume.
 LOAD_AFTER_S = 3.0
 # Of a text or a rendered chat, UTF-8 bytes: 1.5 ms of the event loop.
