@@ -222,7 +222,7 @@ def load_on_device(
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
-        # Where rows travel, steps with chunks are normal forwards, in which ranks tell each other how many come.
+        # Steps with chunks are normal forwards: rows that travel are counted by the host first.
         prompt_rows=() if travels or not has_graphs else default_prompt_rows(settings.max_tokens_per_step),
         two_batch_min_rows=settings.two_batch_min_rows if travels else 0,
         mask_processes=settings.mask_processes,

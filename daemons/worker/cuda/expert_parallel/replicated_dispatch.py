@@ -28,7 +28,7 @@ class ReplicatedDispatch(DeviceDispatch):
     def __init__(self, wire: Wire, *, max_room: int, share: RowShare) -> None:
         super().__init__(wire.ranks, max_room=max_room, share=share)
         self._wire = wire
-        # All ranks have to choose the same copy of an expert, and one of them counts the picks.
+        # Equal on all of these ranks, which have to choose the same copies; one of them counts the picks.
         self.turn = share.part
         self.counts_picks = wire.ranks.rank == 0
 
