@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
+from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
@@ -181,9 +182,12 @@ def load_on_device(
     compilers: KernelCompilers | None = None,
     group: DeviceGroup | None = None,
     experts: SharedOut | None = None,
+    *,
+    is_said: bool = True,
 ) -> ModelOnDevice:
     """First phase of a start: reads the weights and tunes kernels for them. compilers: are told which Triton kernels
-    there will be before anything is tuned. Raises as `load_cuda_runner`."""
+    there will be before anything is tuned, and before weights are read where their values decide nothing. is_said: the
+    log tells of the weights. Raises as `load_cuda_runner`."""
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
@@ -191,6 +195,10 @@ def load_on_device(
     check_kernels(settings)
     _check_rows(settings)
     _check_deterministic(folder, settings)
+    if compilers is not None and _has_kernels_of_shapes(folder, settings):
+        of_shapes = replace(settings, load_format="dummy", tune_gemm=False)
+        _ask(compilers, lambda: load_on_device(folder, of_shapes, device, is_said=False))
+        compilers = None
     placement = Placement(
         device=where,
         dtype=dtype,
@@ -207,6 +215,7 @@ def load_on_device(
             quantization=settings.quantization,
             attention=attention,
             model_impl=settings.model_impl,
+            is_said=is_said,
         )
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
@@ -248,6 +257,21 @@ def load_on_device(
     if compilers is not None and settings.kernels == "triton":
         _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))
     return with_kernels(settings, limits.graph_rows)
+
+
+def _has_kernels_of_shapes(folder: Path, settings: DeviceSettings) -> bool:
+    """True if random weights on the device have the same kernels as the folder's, and take no time: those that are
+    quantised are made by kernels, which would be compiled one by one. Scales of FP8 KV are in the folder."""
+    config = ConfigReader.open(folder)
+    return (
+        settings.kernels == "triton"
+        and settings.load_format != "dummy"
+        and settings.kv_dtype != "fp8"
+        and settings.speculation is None
+        and settings.quantization in ("auto", "none")
+        and read_quantization(config) is None
+        and not is_chosen(config.strings("architectures")[0], settings.model_impl)
+    )
 
 
 def _ask(compilers: KernelCompilers, untuned: Callable[[], ModelOnDevice]) -> None:
