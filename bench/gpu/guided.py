@@ -166,7 +166,7 @@ async def _through_mesh(
         "late_compiles": [short_line(json.loads(line)) for line in late],
         **results,
         "outputs_checked": checked,
-        "mask_stages_ms_p50_p99": _stages(stages, _STAGES) | _stages(published, _STAGES_OF_PROCESSES),
+        "mask_stages_ms_p50_p90_p99": _stages(stages, _STAGES) | _stages(published, _STAGES_OF_PROCESSES),
     }
     return found, without
 
@@ -387,11 +387,11 @@ def _thread_cpu_s(pid: int) -> dict[str, tuple[float, float]]:
 
 
 def _stages(until_ms: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Milliseconds from a step's tokens until its masks have come so far, p50 and p99 of all groups of outputs."""
+    """Milliseconds from a step's tokens until its masks have come so far, p50, p90 and p99 of all groups of outputs."""
     if not until_ms:
         return {}
     return {
-        name: np.percentile(of_stage, (50, 99)).round(3).tolist()
+        name: np.percentile(of_stage, (50, 90, 99)).round(3).tolist()
         for name, of_stage in zip(names, zip(*until_ms, strict=True), strict=True)
     }
 
