@@ -174,6 +174,15 @@ class InflightPrefixes:
             if leader.followers:
                 yield sequence, max(follower.until for follower in leader.followers)
 
+    def num_due(self, state: EpochState) -> int:
+        """Followers whose prefix is planned to its end."""
+        return sum(
+            follower.until <= state.table.planned_len.item(sequence.slot)
+            for sequence, leader in self._leaders.items()
+            if leader.followers and sequence.slot >= 0
+            for follower in leader.followers
+        )
+
     def _advance(self, state: EpochState, sequence: Sequence, leader: _Leader) -> None:
         """Shares the pages that a leader has computed so far, if a follower waits for no more than those."""
         computed = int(state.table.computed_len[sequence.slot])

@@ -139,6 +139,10 @@ class Prefill:
         needed = self._wanted_pages(state, sequence) - pages.probe(sequence).num_pages
         return needed + self._reserved(state, rank) - pages.num_available
 
+    def num_due_followers(self, state: EpochState) -> int:
+        """Requests whose wait for a prefix ends with the results of the plans in flight."""
+        return self._inflight_prefixes.num_due(state)
+
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""
         return self._decode_reserve.reserved_of(state.table, page_size, slot)
@@ -150,7 +154,8 @@ class Prefill:
 
         most: tokens of it; None = --chunk-tokens.
 
-        No chunk is added where the logprobs of its prompt would make the result's message too long: the next plan's turn.
+        No chunk is added where the logprobs of its prompt would make the result's message too long: the next plan's
+        turn.
         """
         table, page_size, slot = state.table, state.group.page_size, sequence.slot
         planned, target = table.planned_len.item(slot), table.target_len.item(slot)
