@@ -213,12 +213,13 @@ def test_equal_tokens_behind_another_prefix_are_waited_for_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int) -> None:
-    """Beyond its chunk, as they would have filled the step; and no further than they wait for."""
+@pytest.mark.parametrize("rest", [-4, 0])
+def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int, rest: int) -> None:
+    """Beyond its chunk, as they would have filled the step: what they wait for, and a short rest of its own."""
     world = World(
         num_pages=1024 // page_size, page_size=page_size, chunk_tokens=8, max_tokens_per_step=40, num_slots=12
     )
-    records = [world.submit([*SYSTEM, *range(2, 22), 30 + i, *range(2, 12)]) for i in range(4)]
+    records = [world.submit([*SYSTEM, *range(2, 22), 30 + i, *range(2, 12 + rest)]) for i in range(4)]
     lengths = []
     while world.planner.queue.num_waiting_for_prefix or not lengths:
         world.plan()
@@ -226,7 +227,7 @@ def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int) -> Non
         world.execute()
         world.process()
     shared = len(SYSTEM) + 20
-    assert lengths[0] == [40] and sum(map(sum, lengths[:2])) == shared
+    assert lengths[0] == [40] and sum(map(sum, lengths[:2])) == shared + (7 if rest < 0 else 0)
     world.run()
     check(world, records)
 

@@ -119,12 +119,17 @@ class Prefill:
                 return
 
     def _extend_leaders(self, state: EpochState, draft: PlanDraft) -> None:
-        """Gives what is left of the step's tokens to prefixes that others wait for: these leave it over by waiting."""
+        """Gives what is left of the step's tokens to prefixes that others wait for: these leave it over by waiting.
+
+        And to the rest of the leader's own prompt, if it is no more than a chunk: it would be in their step otherwise.
+        """
         for sequence, until in self._inflight_prefixes.awaited():
             if not _is_prefilling(state, sequence):
                 continue
             rank = state.table.rank_of(sequence.slot)
-            most = until - state.table.planned_len.item(sequence.slot)
+            target = state.table.target_len.item(sequence.slot)
+            end = target if target - until <= self._limits.chunk_tokens else until
+            most = end - state.table.planned_len.item(sequence.slot)
             if most > 0 and draft.token_budgets[rank] > 0:
                 self._add_chunk(state, draft, sequence, rank, most=most)
 
