@@ -243,3 +243,14 @@ def test_a_leader_with_followers_leaves_others_their_chunks() -> None:
         world.process()
     world.run()
     check(world, [before, *records])
+
+
+def test_rows_of_a_step_are_in_the_order_of_its_chunks_when_a_leader_is_extended_to_its_end() -> None:
+    world = World(num_pages=1024, chunk_tokens=16, max_tokens_per_step=64, inflight_prefix_min_tokens=4, eos_rate=0.0)
+    leader = world.submit([*SYSTEM[:16], 5, 6, 7], sampling=Sampling(temperature=1.0, seed=1))
+    other = world.submit([60, 61, 62], sampling=Sampling(temperature=1.0, seed=2))
+    follower = world.submit([*SYSTEM[:16], 8, 9], sampling=Sampling(temperature=1.0, seed=3))
+    world.plan()
+    assert [chunk.length for chunk in world.log[-1].chunks] == [19, 3]
+    world.run()
+    check(world, [leader, other, follower])

@@ -207,8 +207,9 @@ class PlanDraft:
 
     def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool, rank: int = 0) -> None:
         """Of a slot that has one already: both are one chunk."""
+        is_first = slot not in self._chunk_of
         index = self._chunk_of.setdefault(slot, len(self.chunks))
-        if index == len(self.chunks):
+        if is_first:
             self.chunks.append(Chunk(slot=slot, length=length))
             self.planned_chunks.append(PlannedChunk(slot, generation, length))
         else:
@@ -219,6 +220,8 @@ class PlanDraft:
         self.rank_tokens[rank] += length
         if is_last:
             self.finishing.append(slot)
+            if not is_first:
+                self.finishing.sort(key=self._chunk_of.__getitem__)
 
     def has_chunk(self, slot: int) -> bool:
         return slot in self._chunk_of
