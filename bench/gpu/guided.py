@@ -6,10 +6,11 @@
 free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
 held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
-because their masks came late. mask_stages: with --stages, of all runs, from the moment that tokens are known. masks:
-compilation, cache and fills in this process, one thread. jump_forward: one stream whose schema is mostly keys, without
-and with drafts of forced text. part_seconds: what each part takes. Most of it starts workers, compiles and writes texts
-by tools' schemas; --temperatures 1 0, --runs 3 and --tools 20 take twice as long.
+because their masks came late. mask_stages: with --stages, of all runs, from the moment that tokens are known; the log
+that they are read from costs guided rows a tenth of their speed. masks: compilation, cache and fills in this process,
+one thread. jump_forward: one stream whose schema is mostly keys, without and with drafts of forced text. part_seconds:
+what each part takes. Most of it starts workers, compiles and writes texts by tools' schemas; --temperatures 1 0,
+--runs 3 and --tools 20 take twice as long.
 """
 
 from __future__ import annotations
