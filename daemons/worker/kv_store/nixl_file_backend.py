@@ -124,7 +124,9 @@ class NixlFileBackend(KvBackend):
     def _write(self, lane: Lane, group: Sequence[StoredPage], places: Sequence[tuple[int, int]]) -> None:
         left = self._folder.take_room([(page.key, page.num_bytes) for page in group])
         try:
-            if not self._nixl.write(lane, [Place(*at, file.fd) for at, file in zip(places, left, strict=True)]):
+            wanted = [Place(*at, file.fd) for at, file in zip(places, left, strict=True)]
+            # NIXL before 1.5 says that a transfer is done of which a full disk has taken a part.
+            if not self._nixl.write(lane, wanted) or not all(map(_is_whole, wanted)):
                 raise self._why(lane, places, left)
             while left:
                 self._folder.publish(left.pop(0))
@@ -153,6 +155,9 @@ class NixlFileBackend(KvBackend):
                     continue
                 files[at], size = found
                 results[at] = ReadResult.READ if size == target.num_bytes else ReadResult.DAMAGED
+            for at in files:
+                # Of an earlier record: it must not complete a file that is cut now.
+                lane.memory[places[at][0] : places[at][0] + len(group[at].head)] = 0
             wanted = {at: Place(*places[at], fd) for at, fd in files.items() if results[at] is ReadResult.READ}
             if wanted and not self._nixl.read(lane, list(wanted.values())):
                 # One file that was cut meanwhile, or lies on a bad sector, fails all of them.

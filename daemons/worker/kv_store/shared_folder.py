@@ -1,14 +1,14 @@
 """A folder of record files that processes share, on one host or over a shared file system, and its budget in bytes.
 
   FOLDER/ledger              bytes and files of the folder, behind a flock that is held while room is made
-  FOLDER/new/NAME            a record that is being written, already of its full size
+  FOLDER/new/NAME.BYTES      a record that is being written, and the size that it will have
   FOLDER/ab/abcdef....page   a record, by its key; it comes here by a rename, so it is whole
 
-Room is taken before a record is written: whoever writes holds the lock, makes files of the full size, and adds them to
-the ledger. When the budget has no room, it deletes files that were read or written longest ago, by a sample. A process
-that is killed leaves files in new/: they are counted, and go when they are ten minutes old. The ledger may count too
-much (two writers of one page, a killed one, files that somebody has deleted), never too little; each start of a process
-scans all and puts it right.
+Room is taken before a record is written: whoever writes holds the lock, makes files whose names have their size, and
+adds that to the ledger. When the budget has no room, it deletes files that were read or written longest ago, by a
+sample. A process that is killed leaves files in new/: they are counted, and go when they are ten minutes old. The
+ledger may count too much (two writers of one page, a killed one, files that somebody has deleted), never too little;
+each start of a process scans all and puts it right.
 """
 
 from __future__ import annotations
@@ -156,23 +156,28 @@ class SharedFolder:
 
     def give_up(self, files: Sequence[NewFile]) -> None:
         """Takes back files that were not published."""
-        for file in files:
-            self._discard(file)
-        with suppress(OSError, KvStoreError):
-            self._take_away(sum(_on_disk(file.num_bytes) for file in files), len(files))
+        try:
+            with self._locked() as fd:
+                # Within the lock, as removals are: a scan in between would count without them, and the ledger twice.
+                for file in files:
+                    self._discard(file)
+                self._take_away(fd, sum(_on_disk(file.num_bytes) for file in files), len(files))
+        except (OSError, KvStoreError):
+            for file in files:
+                self._discard(file)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         num_bytes = num_files = 0
-        for key in keys:
-            path = self.path(key)
-            try:
-                size = path.stat().st_size
-                path.unlink()
-            except FileNotFoundError:
-                continue
-            num_bytes, num_files = num_bytes + _on_disk(size), num_files + 1
-        if num_files:
-            self._take_away(num_bytes, num_files)
+        with self._locked() as fd:
+            for key in keys:
+                path = self.path(key)
+                try:
+                    size = path.stat().st_size
+                    path.unlink()
+                except FileNotFoundError:
+                    continue
+                num_bytes, num_files = num_bytes + _on_disk(size), num_files + 1
+            self._take_away(fd, num_bytes, num_files)
 
     def failure(self, error: OSError) -> KvStoreError:
         if error.errno in _FULL:
@@ -182,26 +187,19 @@ class SharedFolder:
         return KvStoreError(StoreFailure.UNAVAILABLE, message)
 
     def _new_file(self, key: bytes, num_bytes: int) -> NewFile:
-        path = self._new / secrets.token_hex(16)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        file = NewFile(key, path, fd, num_bytes)
-        try:
-            os.ftruncate(fd, num_bytes)
-        except OSError:
-            self._discard(file)
-            raise
-        return file
+        path = self._new / f"{secrets.token_hex(16)}.{num_bytes}"
+        # Empty: its size tells how much of it was written, whatever the writer's library says.
+        return NewFile(key, path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), num_bytes)
 
     def _discard(self, file: NewFile) -> None:
-        with suppress(OSError):
-            os.close(file.fd)
+        """Once: a closed descriptor may be another file's by now."""
         with suppress(OSError):
             file.path.unlink()
+            os.close(file.fd)
 
-    def _take_away(self, num_bytes: int, num_files: int) -> None:
-        with self._locked() as fd:
-            if (totals := self._read(fd)) is not None:
-                self._count(fd, Totals(max(0, totals.num_bytes - num_bytes), max(0, totals.num_files - num_files)))
+    def _take_away(self, fd: int, num_bytes: int, num_files: int) -> None:
+        if (totals := self._read(fd)) is not None:
+            self._count(fd, Totals(max(0, totals.num_bytes - num_bytes), max(0, totals.num_files - num_files)))
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -238,8 +236,10 @@ class SharedFolder:
 
     def _recount(self) -> Totals:
         """Totals by a scan of everything, without what the budget has no room for. Holds the lock."""
+        # Files that are renamed meanwhile are counted twice that way, otherwise not at all.
+        num_new_bytes = self._num_new_bytes()
         found = self._found(range(_FOLDERS))
-        totals = Totals(sum(found.sizes) + self._num_new_bytes(), len(found.sizes))
+        totals = Totals(sum(found.sizes) + num_new_bytes, len(found.sizes))
         too_many = totals.num_bytes - self._budget
         return self._without_oldest(totals, found, too_many) if too_many > 0 else totals
 
@@ -249,14 +249,15 @@ class SharedFolder:
         Keys are hashes: any of the folders are as good a sample as others. It has eight times what is to go.
         """
         goal = totals.num_bytes + needed - self._budget + self._budget // 256
+        num_new_bytes = self._num_new_bytes()
         first, num = secrets.randbelow(_FOLDERS), 0
         found = _Found()
         while num < _FOLDERS and sum(found.sizes) < 8 * goal:
             found.add(self._found([(first + at) % _FOLDERS for at in range(num, min(2 * num or 1, _FOLDERS))]))
             num = min(2 * num or 1, _FOLDERS)
-        num_new_bytes = self._num_new_bytes()
         if num == _FOLDERS:
             totals = Totals(sum(found.sizes) + num_new_bytes, len(found.sizes))
+            goal = totals.num_bytes + needed - self._budget
         return self._without_oldest(totals, found, goal)
 
     def _without_oldest(self, totals: Totals, found: _Found, goal: int) -> Totals:
@@ -296,7 +297,9 @@ class SharedFolder:
                         os.unlink(entry.path)
                         _log.info("kv_store_unfinished_page_deleted", path=entry.path)
                     else:
-                        num_bytes += _on_disk(status.st_size)
+                        _, _, planned = entry.name.partition(".")
+                        size = int(planned) if planned.isdecimal() else 0
+                        num_bytes += _on_disk(max(size, status.st_size))
         return num_bytes
 
 
