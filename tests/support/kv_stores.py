@@ -242,6 +242,32 @@ def s3_server() -> Iterator[str]:
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].reset()
 
 
+SHARED = ("redis", "nixl-file", "nixl-obj", "mooncake")
+"""Schemes of stores that replicas share, as tests and benches start them."""
+
+
+@contextmanager
+def shared_store(scheme: str, folder: Path) -> Iterator[str]:
+    """URL of a store of its own that several workers may open; pytest skips where it cannot be had."""
+    if scheme == "redis":
+        with redis_server(folder) as url:
+            yield url
+    elif scheme == "nixl-file":
+        pytest.importorskip("nixl_cu13", reason="nixl-cu13 is not installed: radixmesh[kv-nixl]")
+        yield f"nixl-file://{folder}/shared?budget=1GiB&pool=64MiB"
+    elif scheme == "nixl-obj":
+        needs_nixl_obj()
+        import boto3
+
+        with s3_server() as url:
+            boto3.client("s3", endpoint_url=url).create_bucket(Bucket="kv-pages")
+            yield f"nixl-obj://kv-pages?endpoint={url}&pool=64MiB"
+    else:
+        assert scheme == "mooncake", scheme
+        with mooncake_store(segment_mib=512) as servers:
+            yield f"mooncake://{servers.master}?pool=64MiB"
+
+
 def needs_nixl_obj() -> None:
     """Skips where NIXL has no object plugin that can be loaded."""
     api = pytest.importorskip("nixl_cu13._api", reason="nixl-cu13 is not installed: radixmesh[kv-nixl]")

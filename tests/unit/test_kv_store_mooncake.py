@@ -41,7 +41,7 @@ def put_until_there(store: KvStore, pages: list[Page], clock: Clock) -> None:
     """Puts pages again and again, as a tier does, until the store is back and has them."""
     deadline = time.monotonic() + 60
     while True:
-        clock.clock.now += 100
+        clock.now += 100
         try:
             store.put(pages).result(60)
             if get(store, pages) == [Got.HIT] * len(pages):
