@@ -1,13 +1,18 @@
 """Speed of the store of KV pages: `python bench/kv_store.py FOLDER [--pages N] [--gib N] [--write FILE]`; prints JSON.
 
+    python bench/kv_store.py FOLDER --gib 0.25 --shared --write bench/results/kv-store-shared.json
+
 Pages of 1 and 16 tokens of an 8B shape (32 layers, 8 KV heads of 128, bfloat16: 128 KiB a token) are put into a disk
 store and read back, from the page cache and, where the file system lets go of it, from the disk; then a store is
 started whose index has a million pages. FOLDER is of the disk that is measured, and is emptied of what this wrote.
+With `--shared` the stores that replicas share are put beside the disk, each with servers of its own on this machine:
+GB/s in batches of 32 MiB, and the time of calls for one page. Those that are not installed are named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -18,9 +23,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.kv_stores import SHARED, shared_store
 
 from radixmesh.daemons.worker.kv_store.disk_backend import DiskBackend
 from radixmesh.daemons.worker.kv_store.keys import PageFormat, page_keys
+from radixmesh.daemons.worker.kv_store.opening import open_backend
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
 
 TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
@@ -32,19 +43,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of KV for each page size")
     parser.add_argument("--pages", type=int, default=1_000_000, help="pages of the index")
+    parser.add_argument(
+        "--shared", action="store_true", help="disk, Redis, NIXL and Mooncake beside each other instead"
+    )
     parser.add_argument("--write", type=Path, help="file for the results")
     flags = parser.parse_args(argv)
     folder = flags.folder / "kv-store-bench"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        results = {
-            "command": f"python bench/kv_store.py {flags.folder} --gib {flags.gib:g} --pages {flags.pages}",
+        results: dict[str, object] = {
+            "command": " ".join(["python", "bench/kv_store.py", *(argv or sys.argv[1:])]),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
             "python": platform.python_version(),
             "load_average": round(os.getloadavg()[0], 1),
-            "pages": [transfer(folder / str(size), size, int(flags.gib * 2**30)) for size in (1, 16)],
-            "start": start(folder / "index", flags.pages),
         }
+        if flags.shared:
+            results["stores"] = [shared(folder, size, int(flags.gib * 2**30)) for size in (1, 16)]
+        else:
+            results["pages"] = [transfer(folder / str(size), size, int(flags.gib * 2**30)) for size in (1, 16)]
+            results["start"] = start(folder / "index", flags.pages)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = json.dumps(results, indent=1)
@@ -53,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags.write.write_text(text + "\n")
 
 
-def transfer(folder: Path, page_size: int, num_bytes: int) -> dict[str, float]:
-    """GB/s of payload put and read, of pages of so many tokens, in batches of 32 MiB."""
+def batches_of(page_size: int, num_bytes: int) -> tuple[Callable[[], list[list[Page]]], int, int]:
+    """Batches of 32 MiB, whose memory is the same for all, the number of pages, and the bytes of one."""
     page_bytes = page_size * TOKEN_BYTES
     per_batch, num = BATCH_BYTES // page_bytes, num_bytes // page_bytes
     memory = np.random.default_rng(0).integers(0, 256, (per_batch, page_bytes), np.uint8)
@@ -71,6 +88,58 @@ def transfer(folder: Path, page_size: int, num_bytes: int) -> dict[str, float]:
             for first in range(0, num, per_batch)
         ]
 
+    return batches, num, page_bytes
+
+
+def shared(folder: Path, page_size: int, num_bytes: int) -> dict[str, object]:
+    """Stores by scheme: GB/s of payload, ms of calls for one page, of 200 each, and of a look-up of 16 keys."""
+    batches, num, page_bytes = batches_of(page_size, num_bytes)
+    found: dict[str, object] = {"page_size": page_size, "page_bytes": page_bytes, "num_pages": num}
+    for scheme in ("disk", *SHARED):
+        if scheme == "nixl-obj":
+            continue  # Its server here is a stand-in in Python: that is what would be measured.
+        place = folder / scheme
+        place.mkdir(parents=True)
+        try:
+            with contextlib.ExitStack() as servers:
+                budget = f"disk://{place}?budget={4 * num_bytes}"
+                url = budget if scheme == "disk" else servers.enter_context(shared_store(scheme, place))
+                found[scheme] = calls(KvStore(open_backend(url)), batches, num * page_bytes / 1e9)
+        except pytest.skip.Exception as skipped:
+            found[scheme] = f"not here: {skipped}"
+        shutil.rmtree(place)
+    return found
+
+
+def calls(store: KvStore, batches: Callable[[], list[list[Page]]], gigabytes: float) -> dict[str, object]:
+    put_s = timed(lambda: [store.put(batch).result() for batch in batches()])
+
+    def read() -> None:
+        futures = [store.get(batch) for batch in batches()]
+        assert all(set(future.result()) == {Got.HIT} for future in futures)
+
+    get_s = timed(read)
+    pages = [page for batch in batches() for page in batch]
+    one_s = [timed(lambda page=page: store.get([page]).result()) for page in (pages * 200)[:200]]  # type: ignore[misc]
+    keys = [page.key for page in pages[:16]]
+    look_s = [timed(lambda: store.contains(keys).result()) for _ in range(200)]
+    assert store.counters().failed == store.counters().corrupt == 0
+    store.close()
+    return {
+        "put_gb_per_s": round(gigabytes / put_s, 2),
+        "get_gb_per_s": round(gigabytes / get_s, 2),
+        "get_one_page_ms": {"median": ms(np.median(one_s)), "p99": ms(np.percentile(one_s, 99))},
+        "contains_16_ms": {"median": ms(np.median(look_s)), "p99": ms(np.percentile(look_s, 99))},
+    }
+
+
+def ms(seconds: np.floating) -> float:
+    return round(1000 * float(seconds), 3)
+
+
+def transfer(folder: Path, page_size: int, num_bytes: int) -> dict[str, float]:
+    """GB/s of payload put and read, of pages of so many tokens, in batches of 32 MiB."""
+    batches, num, page_bytes = batches_of(page_size, num_bytes)
     store = KvStore(DiskBackend(folder, budget_bytes=2 * num_bytes))
     put_s = timed(lambda: [store.put(batch).result() for batch in batches()])
     counters = store.counters()
