@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -92,4 +93,8 @@ def test_a_call_that_ends_with_its_time_gives_its_lane_back_once() -> None:
     deadline = time.monotonic() + 30
     while not pool.close():
         assert time.monotonic() < deadline
-    assert sorted(pool._free) == list(range(NUM_LANES))
+    with contextlib.ExitStack() as lent:
+        indexes = {lent.enter_context(pool.lane()).index for _ in range(NUM_LANES)}
+        assert indexes == set(range(NUM_LANES))
+        with pytest.raises(KvStoreError), pool.lane():
+            pass

@@ -63,7 +63,7 @@ def test_a_killed_master_costs_its_pages_and_is_found_again() -> None:
         with pytest.raises(KvStoreError) as lost:
             store.put(pages_of(2, 3)).result(60)
         assert lost.value.failure is StoreFailure.UNAVAILABLE
-        # Who has read a page lately may read it again, since its memory is there.
+        # A page that was read lately may be read again, since its memory is there.
         assert set(get(store, pages_of(3, 3))) == {Got.FAILED} and time.monotonic() - begun < 30
         servers.start_master()
         clock.now += 100
@@ -155,7 +155,7 @@ def test_memory_that_is_gone_costs_its_pages() -> None:
 
 
 def test_workers_can_give_the_memory() -> None:
-    """What a worker has put lies in its own memory or another's, and goes with it."""
+    """Pages lie in the memory of a worker, whoever has put them, and go with it."""
     with mooncake_store() as servers:
         servers.kill(MEMORY)
         first = KvStore(open_backend(f"mooncake://{servers.master}?pool=16MiB&segment=64MiB&host=127.0.0.1"))

@@ -214,7 +214,7 @@ def _get(client: Client, lane: Lane, names: Sequence[str], places: Sequence[tupl
             [names[at] for at in part], [lane.address + places[at][0] for at in part], [places[at][1] for at in part]
         )
         codes.update(zip(part, found, strict=True))
-    # Where some came, a host that is gone had the others: the master forgets them in seconds.
+    # If some came, a host that is gone had the others: the master forgets them in seconds.
     if set(codes.values()) == {_NOT_MOVED}:
         raise _unavailable(_NOT_MOVED)
     return [_result(codes[at], size) for at, (_, size) in enumerate(places)]

@@ -113,7 +113,8 @@ class SharedFolder:
             raise
         try:
             now = time.time_ns()
-            os.utime(fd, ns=(now, now))
+            with suppress(OSError):  # A file system that refuses it evicts by when pages were written.
+                os.utime(fd, ns=(now, now))
             return fd, os.fstat(fd).st_size
         except OSError:
             os.close(fd)
