@@ -266,7 +266,7 @@ def shared_store(scheme: str, folder: Path) -> Iterator[str]:
             yield url
     elif scheme == "nixl-file":
         pytest.importorskip("nixl_cu13", reason="nixl-cu13 is not installed: radixmesh[kv-nixl]")
-        yield f"nixl-file://{folder}/shared?budget=1GiB&pool=64MiB"
+        yield f"nixl-file://{folder}/shared?budget=16GiB"
     elif scheme == "nixl-obj":
         needs_nixl_obj()
         import boto3
