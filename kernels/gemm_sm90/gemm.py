@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch, PreparedLaunch
 from radixmesh.kernels.gemm_sm90.variants import (
-    FEW_ROWS,
     MAX_CLUSTER,
     TILE_K,
     FewRows,
@@ -38,7 +37,7 @@ _NUM_COMPILERS = min(16, max(2, (os.cpu_count() or 2) - 2))  # Threads; others s
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PARAMETER_TYPES = (_POINTER, _POINTER, _INT32, _INT32, _INT32, _INT32, ctypes.c_float, _POINTER, _POINTER)
 # few_rows.cu takes weight and rows by their addresses, and no sums of squares.
-_FEW_ROWS_TYPES = (_POINTER, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _INT32, ctypes.c_float)
+_FEW_ROWS_TYPES = (_POINTER, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _INT32, ctypes.c_float, _INT32, _INT32)
 
 
 class GemmSm90:
@@ -58,8 +57,11 @@ class GemmSm90:
         when it is launched."""
         missing = [variant for variant in dict.fromkeys(variants) if variant not in self._kernels | self._codes]
         with ThreadPoolExecutor(_NUM_COMPILERS) as threads:
-            compiling = {variant: threads.submit(self._compiled, variant.source()) for variant in missing}
-        self._codes.update({variant: code.result() for variant, code in compiling.items() if code.exception() is None})
+            sources = {variant: variant.source() for variant in missing}
+            # Some variants differ in their launches alone.
+            compiling = {source: threads.submit(self._compiled, source) for source in dict.fromkeys(sources.values())}
+        codes = {variant: compiling[source] for variant, source in sources.items()}
+        self._codes.update({variant: code.result() for variant, code in codes.items() if code.exception() is None})
 
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
         """True if a kernel can compute `out` of the others."""
@@ -92,7 +94,7 @@ class GemmSm90:
 
     def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor | None:
         """For `linear`: float32 [tiles, T]; None where the kernel writes none."""
-        if config == FEW_ROWS:
+        if config.registers is not None:
             return None
         variant = variant_of(config, x_TK.shape[0], False, x_TK.dtype)
         return x_TK.new_empty(variant.num_tiles(w_NK.shape[0]), x_TK.shape[0], dtype=torch.float32)
@@ -138,9 +140,10 @@ class GemmSm90:
             BoxOf(x_TK, TILE_K, variant.activation_rows),
         )
         if isinstance(variant, FewRows):
-            assert takes_few_rows(num_rows, num_out, num_in), (num_rows, num_out, num_in)
+            assert takes_few_rows(config, num_rows, len(w_NK), num_in), (config, num_rows, num_out, num_in)
             tensors = (w_NK.data_ptr(), x_TK.data_ptr(), out.data_ptr(), _address(residual))
-            self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps))
+            of_grid = variant.num_ctas(num_rows, num_out), variant.tiling.prefetch
+            self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps, *of_grid))
             return
         num_square_sums = 0 if square_sums is None else len(square_sums)
         assert square_sums is None or (square_sums.shape[1] == num_rows and square_sums.is_contiguous()), (

@@ -12,9 +12,9 @@ import torch
 
 from radixmesh.daemons.worker.cuda.gemm.autotuner import GemmKernels, Operands, TuningPolicy, refused, spread
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, GemmEpilogue, GemmKernel, GemmProblem
-from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
+from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates, few_rows_candidates
 from radixmesh.kernels.gemm_sm90.gemm import MAX_ROWS, GemmSm90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import FEW_ROWS, GemmConfig, Variant, takes_few_rows, variant_of
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
 from radixmesh.kernels.silu_mul import silu_mul
 
 _PADDED_ROWS = 8
@@ -87,8 +87,9 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
         }
         least = min(read.values(), default=0.0)
         penalties = {config: (nbytes - least) * _CACHE_US_BYTE for config, nbytes in read.items()}
-        if self._has_few_rows and takes_few_rows(num_rows, num_out, num_in):
-            penalties[FEW_ROWS] = 0.0
+        if self._has_few_rows:
+            few = few_rows_candidates(num_rows, num_out, num_in, is_gated=is_gated)
+            penalties |= dict.fromkeys(few, 0.0)
         return penalties
 
     def prepare(self, problems: Collection[GemmProblem]) -> None:
