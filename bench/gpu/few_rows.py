@@ -51,14 +51,16 @@ def tilings() -> list[GemmConfig]:
     found = []
     for warps, tile, stages, batch, resident in (
         (8, 16, 4, 2, 2),
+        (8, 16, 8, 1, 2),
         (8, 32, 4, 1, 2),
-        (8, 16, 4, 1, 3),
-        (4, 16, 4, 2, 4),
+        (8, 16, 5, 1, 3),
+        (8, 48, 3, 1, 2),
         (4, 32, 4, 1, 4),
-        (8, 16, 2, 4, 2),
+        (4, 32, 9, 1, 2),
+        (4, 16, 4, 2, 4),
     ):
         at_once = 132 * resident
-        for grid, prefetch in itertools.product((None, at_once // 2, at_once), (0, 2048, 6144)):
+        for grid, prefetch in itertools.product((None, at_once // 2, at_once), (0, 4096)):
             tiling = RegisterTiling(warps=warps, batch=batch, resident=resident, grid=grid, prefetch=prefetch)
             found.append(GemmConfig(tile=tile, split_k=1, stages=stages, registers=tiling))
     return found

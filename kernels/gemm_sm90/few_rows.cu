@@ -1,56 +1,54 @@
-// GEMM of up to 8 rows with weights that go from memory straight into the registers of mma: out[t, n] = sum_k x[t, k] w[n, k],
-// optionally added to a residual, optionally silu(gate) x up of rows that are RMS-normalised.
+// GEMM of up to 8 rows with weights that go from memory to the registers of mma without a barrier: out[t, n] = sum_k x[t, k]
+// w[n, k], optionally added to a residual, optionally silu(gate) x up of rows that are RMS-normalised.
 //
 // A CTA computes passes of 16 * kTiles rows of the weight (gated: 8 of gate and the 8 of up beside them for each tile); its
-// warps share K. Neither operand passes through shared memory: the order along K is free as long as both have the same,
-// so a thread loads 16 bytes of a row, which are its part of two mma (m16n8k16) of other numbers of K than their own.
-// Weights are read once, as by a GEMV, whatever the number of rows. Each thread has kDepth slots of kBatch blocks of
-// loads under way all the time, over the ends of passes too. Sums of the warps are added in one order.
+// warps share K. The order along K is free as long as both operands have the same, so a thread's 16 bytes of a row are its
+// part of two mma (m16n8k16) of other numbers of K than their own. Each thread copies such pieces to a ring in shared memory
+// (cp.async), which it alone reads: kDepth slots are under way all the time, over the ends of passes too, and nothing but a
+// thread's own count of copies orders them. Loads into registers would do as well if they were waited for one by one, but
+// compilers wait for all of them at the head of a loop. Weights are read once, as by a GEMV, whatever the number of rows.
+// Sums of the warps are added in one order.
 //
-// Weight prefetch under PDL: the first slots are loaded before griddepcontrol.wait, and num_early bytes behind them of each
-// weight row are asked for into the L2 cache. A grid of no more CTAs than leave room for as many of the next kernel has
-// that kernel do so while this one still computes.
+// Weight prefetch under PDL: the ring is filled before griddepcontrol.wait, and num_early bytes behind it of each weight row
+// are asked for into the L2 cache. A grid of no more CTAs than leave room for as many of the next kernel has that kernel do so
+// while this one still computes.
 //
-// Constants set at compile time: kWarps, kTiles, kDepth, kBatch, kMinCtas, kIsGated, kIsHalf (or bfloat16), kMaxPolls (unused); for an emulation on a CPU, EMULATED with the primitives. K is a multiple of
-// 32 * kWarps * kBatch * kDepth.
+// Constants set at compile time: kWarps, kTiles, kDepth, kBatch, kMinCtas, kIsGated, kIsHalf (or bfloat16), kMaxPolls (unused);
+// for an emulation on a CPU, EMULATED with the primitives. K is a multiple of 32 * kWarps * kBatch.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int kThreads = 32 * kWarps, kConsumers = kThreads;
-constexpr int kRows = 8;                               // Rows of x, padded.
-constexpr int kTileRows = 16 * kTiles;                 // Weight rows of a pass.
+constexpr int kRows = 8;                                     // Rows of x, padded.
+constexpr int kTileRows = 16 * kTiles;                       // Weight rows of a pass.
 constexpr int kColumns = kIsGated ? 8 * kTiles : kTileRows;  // Features out of a pass.
-constexpr int kSlotNumbers = 32 * kWarps * kBatch;     // Numbers of K of a slot of all warps.
-constexpr int kChunkNumbers = kSlotNumbers * kDepth;   // Of all slots.
-constexpr int kPitch = kTileRows + 4;                  // Sums of a row of x: lanes of a warp write to different banks.
+constexpr int kSlotNumbers = 32 * kWarps * kBatch;           // Numbers of K of a slot of all warps.
+constexpr int kPitch = kTileRows + 4;                        // Sums of a row of x: lanes of a warp write to different banks.
+// Pieces of 16 bytes of a thread and block of 32 numbers: of weight rows g and g + 8 of each tile, then of a row of x.
+constexpr int kPieces = 2 * kTiles + 1;
+constexpr u32 kSlotBytes = kBatch * kPieces * kThreads * 16;
 
 // ptx.cuh stands here.
 
-struct Slot {
-  uint4 first[kBatch][kTiles], second[kBatch][kTiles];  // Of weight rows g and g + 8 of each tile.
-  uint4 row[kBatch];
-};
-
 #ifndef EMULATED
 
-DEVICE uint4 load_weight(const u16* at) {
-  uint4 part;
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
-               : "l"(at), "l"(kEvictFirst)
+DEVICE void copy_weight(u32 to, const u16* from) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(kEvictFirst)
                : "memory");
-  return part;
 }
 
-DEVICE uint4 load_row(const u16* at) {
-  uint4 part;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
-               : "l"(at)
-               : "memory");
-  return part;
+// Zeros, and nothing is read, where there is no such row.
+DEVICE void copy_row(u32 to, const u16* from, bool is_row) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_row ? 16 : 0) : "memory");
+}
+
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than so many of the thread's groups are under way.
+template <int kLeft>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Into the L2 cache; bytes: a multiple of 16.
@@ -74,37 +72,68 @@ DEVICE void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
 
 #endif  // EMULATED
 
-// Where a thread's numbers of a block begin, within a chunk: warps take runs of kBatch blocks in turn.
-DEVICE int number_at(int warp, int lane, int slot, int block) {
-  return slot * kSlotNumbers + (warp * kBatch + block) * 32 + (lane & 3) * 8;
+// A thread's place in a CTA's work. ring: of its own pieces.
+struct Place {
+  u32 ring;
+  int warp, lane;
+};
+
+DEVICE u32 piece_at(const Place& place, int slot, int block, int piece) {
+  return place.ring + slot * kSlotBytes + (block * kPieces + piece) * kThreads * 16;
 }
 
-// second_at, tile_at: numbers from a tile's first row of a thread to its second, and to the first of the next tile.
-DEVICE void load_weights(Slot& slot, int index, const u16* weights, int second_at, int tile_at, int warp, int lane) {
+// Where a thread's numbers of a block begin, of those of a slot: warps take runs of kBatch blocks in turn.
+DEVICE int number_at(const Place& place, int block) { return (place.warp * kBatch + block) * 32 + (place.lane & 3) * 8; }
+
+// Sizes of the GEMM. second_at, tile_at: numbers from a tile's first weight row of a thread to its second, and to the first of
+// the next tile.
+struct Sizes {
+  int num_passes, num_steps, num_ctas;
+  u64 second_at, tile_at, pass_at;
+};
+
+// What a thread copies next: a step has a slot's numbers of K. weights: of the thread's first row of the pass.
+struct Cursor {
+  int pass, step;
+  const u16* weights;
+};
+
+DEVICE void advance(Cursor& cursor, const Sizes& sizes) {
+  if (++cursor.step == sizes.num_steps) {
+    cursor.step = 0;
+    cursor.pass += sizes.num_ctas;
+    cursor.weights += sizes.pass_at;
+  }
+}
+
+DEVICE void copy_weights(const Place& place, int slot, const Cursor& cursor, const Sizes& sizes) {
+  if (cursor.pass >= sizes.num_passes) return;
 #pragma unroll
   for (int block = 0; block < kBatch; ++block) {
-    const u16* at = weights + number_at(warp, lane, index, block);
+    const u16* at = cursor.weights + cursor.step * kSlotNumbers + number_at(place, block);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      slot.first[block][tile] = load_weight(at + (u64)tile * tile_at);
-      slot.second[block][tile] = load_weight(at + (u64)tile * tile_at + second_at);
+      copy_weight(piece_at(place, slot, block, 2 * tile), at + tile * sizes.tile_at);
+      copy_weight(piece_at(place, slot, block, 2 * tile + 1), at + tile * sizes.tile_at + sizes.second_at);
     }
   }
 }
 
-DEVICE void load_rows(Slot& slot, int index, const u16* row, bool is_row, int warp, int lane) {
+DEVICE void copy_rows(const Place& place, int slot, const Cursor& cursor, const Sizes& sizes, const u16* row, bool is_row) {
+  if (cursor.pass >= sizes.num_passes) return;
 #pragma unroll
   for (int block = 0; block < kBatch; ++block)
-    slot.row[block] = is_row ? load_row(row + number_at(warp, lane, index, block)) : make_uint4(0, 0, 0, 0);
+    copy_row(piece_at(place, slot, block, kPieces - 1), row + cursor.step * kSlotNumbers + number_at(place, block), is_row);
 }
 
-DEVICE void consume(const Slot& slot, float (&sums)[kTiles][4], float& squares, bool is_squared) {
+DEVICE void consume(const Place& place, int slot, float (&sums)[kTiles][4], float& squares, bool is_squared) {
 #pragma unroll
   for (int block = 0; block < kBatch; ++block) {
-    const uint4 r = slot.row[block];
+    const uint4 r = load_shared(piece_at(place, slot, block, kPieces - 1));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const uint4 a = slot.first[block][tile], b = slot.second[block][tile];
+      const uint4 a = load_shared(piece_at(place, slot, block, 2 * tile));
+      const uint4 b = load_shared(piece_at(place, slot, block, 2 * tile + 1));
       multiply(sums[tile], a.x, b.x, a.y, b.y, r.x, r.y);
       multiply(sums[tile], a.z, b.z, a.w, b.w, r.z, r.w);
     }
@@ -120,40 +149,49 @@ KERNEL few_rows(MAP_ARGUMENT weight_map, MAP_ARGUMENT row_map, const u16* weight
   __shared__ float sums_of[2][kWarps][kRows * kPitch];
   __shared__ float squares_of[kWarps][kRows];
   const int thread = thread_index(), lane = thread & 31, warp = thread >> 5, group = lane >> 2;
-  const int num_passes = num_out / kColumns, num_chunks = num_in / kChunkNumbers;
-  const int second_at = (kIsGated ? num_out : 8) * num_in, tile_at = (kIsGated ? 8 : 16) * num_in;
-  const u16* weights = weight + (u64)(block_index() * kColumns + group) * num_in;
-  const u16* row = x + (u64)group * num_in;
+  const u64 second_at = (u64)(kIsGated ? num_out : 8) * num_in, tile_at = (u64)(kIsGated ? 8 : 16) * num_in;
+  const Sizes sizes = {num_out / kColumns, num_in / kSlotNumbers, num_ctas, second_at, tile_at, (u64)num_ctas * kColumns * num_in};
+  const Cursor first = {(int)block_index(), 0, weight + (u64)(block_index() * kColumns + group) * num_in};
   const bool is_row = group < num_rows, is_normed = kIsGated && eps >= 0.0f;
-  Slot slots[kDepth];
+  const u16* row = is_row ? x + (u64)group * num_in : x;
+  const Place place = {shared_base() + thread * 16, warp, lane};
+  Cursor cursor = first;
 #pragma unroll
-  for (int slot = 0; slot < kDepth; ++slot) load_weights(slots[slot], slot, weights, second_at, tile_at, warp, lane);
-  if (num_early && num_in > kChunkNumbers && thread < kTileRows) {
-    const int of_tile = thread % 16, left = 2 * (num_in - kChunkNumbers);
+  for (int slot = 0; slot < kDepth; ++slot) {
+    copy_weights(place, slot, cursor, sizes);
+    advance(cursor, sizes);
+  }
+  const int left = 2 * (num_in - kDepth * kSlotNumbers);
+  if (num_early && left > 0 && thread < kTileRows) {
+    const int of_tile = thread % 16;
     const int weight_row = block_index() * kColumns + (kIsGated ? thread / 16 * 8 + of_tile % 8 : thread);
     const u64 half = kIsGated && of_tile >= 8 ? num_out : 0;
-    prefetch_weights(weight + (weight_row + half) * num_in + kChunkNumbers, left < num_early ? left : num_early);
+    prefetch_weights(weight + (weight_row + half) * num_in + kDepth * kSlotNumbers, left < num_early ? left : num_early);
   }
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  cursor = first;
 #pragma unroll
-  for (int slot = 0; slot < kDepth; ++slot) load_rows(slots[slot], slot, row, is_row, warp, lane);
+  for (int slot = 0; slot < kDepth; ++slot) {
+    copy_rows(place, slot, cursor, sizes, row, is_row);
+    commit_copies();
+    advance(cursor, sizes);
+  }
   float squares = 0.0f;
-  for (int pass = block_index(), turn = 0; pass < num_passes; pass += num_ctas, turn ^= 1) {
+  int slot = 0;
+  for (int pass = block_index(), turn = 0; pass < sizes.num_passes; pass += num_ctas, turn ^= 1) {
     float sums[kTiles][4] = {};
     const bool is_squared = is_normed && pass == block_index();
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
-      const bool is_last = chunk + 1 == num_chunks, has_next = !is_last || pass + num_ctas < num_passes;
-      weights += is_last ? (u64)num_ctas * kColumns * num_in - (num_in - kChunkNumbers) : kChunkNumbers;
-      const u16* next_row = is_last ? row : row + (chunk + 1) * kChunkNumbers;
-#pragma unroll
-      for (int slot = 0; slot < kDepth; ++slot) {
-        consume(slots[slot], sums, squares, is_squared);
-        if (has_next) {
-          load_weights(slots[slot], slot, weights, second_at, tile_at, warp, lane);
-          load_rows(slots[slot], slot, next_row, is_row, warp, lane);
-        }
-      }
+#pragma unroll 2
+    for (int step = 0; step < sizes.num_steps; ++step) {
+      wait_for_copies<kDepth - 1>();
+      consume(place, slot, sums, squares, is_squared);
+      copy_weights(place, slot, cursor, sizes);
+      copy_rows(place, slot, cursor, sizes, row, is_row);
+      // Without copies too: the count of groups goes on.
+      commit_copies();
+      advance(cursor, sizes);
+      slot = slot + 1 == kDepth ? 0 : slot + 1;
     }
     // A thread has weight rows g and g + 8 for rows 2 (lane % 4) and the next of x.
     float* own = sums_of[turn][warp];

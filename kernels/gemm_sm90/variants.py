@@ -256,7 +256,7 @@ class RowTiled(Variant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewRows(Variant):
-    """few_rows.cu: up to 8 rows, with weights from memory straight into registers. stages: slots of loads under way."""
+    """few_rows.cu: up to 8 rows, every thread with a ring of its own. stages: slots of it."""
 
     entry: ClassVar[str] = "few_rows"
     source_file: ClassVar[str] = "few_rows.cu"
@@ -286,8 +286,8 @@ class FewRows(Variant):
 
     @property
     def shared_bytes(self) -> int:
-        """Beside what the kernel declares."""
-        return 0
+        """The ring, beside what the kernel declares."""
+        return self.stages * self.tiling.batch * (self.tile // 8 + 1) * self.num_threads * 16
 
     def num_ctas(self, num_rows: int, num_out: int) -> int:
         num_passes = num_out // self.columns
@@ -326,8 +326,8 @@ def takes_few_rows(config: GemmConfig, num_rows: int, num_out: int, num_in: int)
     """True where such a configuration of few_rows.cu computes such a GEMM; num_out: weight rows, of gate and up both."""
     tiling = config.registers
     assert tiling is not None, config
-    chunk = 32 * tiling.warps * tiling.batch * config.stages
-    return num_rows <= FEW_ROWS_MOST and num_out % config.tile == 0 and num_in % chunk == 0
+    slot = 32 * tiling.warps * tiling.batch
+    return num_rows <= FEW_ROWS_MOST and num_out % config.tile == 0 and num_in % slot == 0
 
 
 def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:

@@ -73,6 +73,8 @@ def _run(
         (5, 2048, torch.bfloat16, {"grid": 2}),
         (3, 1024, torch.bfloat16, {"tile": 32, "warps": 4, "grid": 1, "prefetch": 512}),
         (2, 768, torch.bfloat16, {"stages": 3, "batch": 1, "grid": 1}),
+        # More slots than steps: the next pass is under way before the first begins.
+        (4, 512, torch.bfloat16, {"stages": 5, "batch": 1, "grid": 2, "prefetch": 512}),
     ],
 )
 def test_few_rows_are_torchs(
