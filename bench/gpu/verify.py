@@ -42,6 +42,7 @@ from gpu.where import STEP_KERNEL, Span, spent, table
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.runtime.telemetry.logs import configure_logging
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
@@ -201,6 +202,8 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="where both kinds of steps spend their time")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
+    # What the autotuner chose, to stderr.
+    configure_logging("info", "worker", "bench")
     with Kept(args.results) as kept:
         measure(args, kept)
 
