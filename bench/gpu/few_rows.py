@@ -12,7 +12,6 @@ what is known so far.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -37,7 +36,13 @@ from radixmesh.kernels.gemm_sm90.candidates import candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
-from radixmesh.kernels.gemm_sm90.variants import GemmConfig, RegisterTiling, takes_few_rows, variant_of
+from radixmesh.kernels.gemm_sm90.variants import (
+    FEW_ROWS_CONFIGS,
+    GemmConfig,
+    RegisterTiling,
+    takes_few_rows,
+    variant_of,
+)
 
 _EPS = 1e-5
 _DTYPE = torch.bfloat16
@@ -47,23 +52,18 @@ _FINALISTS = 4
 
 
 def tilings() -> list[GemmConfig]:
-    """Warps, tile, slots, blocks of a slot, CTAs of an SM: what is under way; then CTAs, and bytes asked for early."""
-    found = []
-    for warps, tile, stages, batch, resident in (
-        (8, 16, 4, 2, 2),
-        (8, 16, 8, 1, 2),
-        (8, 32, 4, 1, 2),
-        (8, 16, 5, 1, 3),
-        (8, 48, 3, 1, 2),
-        (4, 32, 4, 1, 4),
-        (4, 32, 9, 1, 2),
-        (4, 16, 4, 2, 4),
-    ):
-        at_once = 132 * resident
-        for grid, prefetch in itertools.product((None, at_once // 2, at_once), (0, 4096)):
-            tiling = RegisterTiling(warps=warps, batch=batch, resident=resident, grid=grid, prefetch=prefetch)
-            found.append(GemmConfig(tile=tile, split_k=1, stages=stages, registers=tiling))
-    return found
+    """Those that the autotuner tries, and some beside them."""
+    tried = ((8, 16, 4, 2, 2), (8, 48, 3, 1, 2), (4, 16, 4, 2, 4), (4, 32, 9, 1, 2), (8, 32, 2, 1, 3), (8, 16, 6, 1, 2))
+    others = [
+        GemmConfig(
+            tile=tile,
+            split_k=1,
+            stages=stages,
+            registers=RegisterTiling(warps=warps, batch=batch, resident=resident),
+        )
+        for warps, tile, stages, batch, resident in tried
+    ]
+    return [*FEW_ROWS_CONFIGS, *others]
 
 
 class Matrix(NamedTuple):
@@ -200,11 +200,7 @@ def measure(args: argparse.Namespace, kept: Kept, device: str = "cuda") -> None:
     kernel = new_kernel()
     few = {
         matrix.name: [
-            config
-            for config in tilings()
-            if takes_few_rows(config, _CHOSEN_AT, len(matrix.weights[0]), matrix.num_in)
-            # More of them than a matrix has passes are a CTA a pass.
-            and (config.registers.grid or 0) < matrix.num_out // (config.tile // (1 + matrix.is_gated))
+            config for config in tilings() if takes_few_rows(config, _CHOSEN_AT, len(matrix.weights[0]), matrix.num_in)
         ]
         for matrix in of
     }

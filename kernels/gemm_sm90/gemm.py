@@ -37,7 +37,7 @@ _NUM_COMPILERS = min(16, max(2, (os.cpu_count() or 2) - 2))  # Threads; others s
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PARAMETER_TYPES = (_POINTER, _POINTER, _INT32, _INT32, _INT32, _INT32, ctypes.c_float, _POINTER, _POINTER)
 # few_rows.cu takes weight and rows by their addresses, and no sums of squares.
-_FEW_ROWS_TYPES = (_POINTER, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _INT32, ctypes.c_float, _INT32, _INT32)
+_FEW_ROWS_TYPES = (_POINTER, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _INT32, ctypes.c_float)
 
 
 class GemmSm90:
@@ -57,11 +57,8 @@ class GemmSm90:
         when it is launched."""
         missing = [variant for variant in dict.fromkeys(variants) if variant not in self._kernels | self._codes]
         with ThreadPoolExecutor(_NUM_COMPILERS) as threads:
-            sources = {variant: variant.source() for variant in missing}
-            # Some variants differ in their launches alone.
-            compiling = {source: threads.submit(self._compiled, source) for source in dict.fromkeys(sources.values())}
-        codes = {variant: compiling[source] for variant, source in sources.items()}
-        self._codes.update({variant: code.result() for variant, code in codes.items() if code.exception() is None})
+            compiling = {variant: threads.submit(self._compiled, variant.source()) for variant in missing}
+        self._codes.update({variant: code.result() for variant, code in compiling.items() if code.exception() is None})
 
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
         """True if a kernel can compute `out` of the others."""
@@ -142,8 +139,7 @@ class GemmSm90:
         if isinstance(variant, FewRows):
             assert takes_few_rows(config, num_rows, len(w_NK), num_in), (config, num_rows, num_out, num_in)
             tensors = (w_NK.data_ptr(), x_TK.data_ptr(), out.data_ptr(), _address(residual))
-            of_grid = variant.num_ctas(num_rows, num_out), variant.tiling.prefetch
-            self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps, *of_grid))
+            self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps))
             return
         num_square_sums = 0 if square_sums is None else len(square_sums)
         assert square_sums is None or (square_sums.shape[1] == num_rows and square_sums.is_contiguous()), (

@@ -22,21 +22,17 @@ _ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterTiling:
-    """Tiling of few_rows.cu beside tile and stages, which are its slots of loads under way.
+    """Tiling of few_rows.cu beside tile and stages, which are its slots of copies under way.
 
     warps: of a CTA, which share K. batch: blocks of 32 numbers of K that a slot has of each warp. resident: CTAs of an
-    SM that the compiler leaves registers for. grid: CTAs that take passes of `tile` weight rows in turn; None: a CTA has
-    one pass. prefetch: bytes of each weight row of a CTA's first pass, behind the first slots, that the L2 cache is asked
-    for ahead of the PDL wait."""
+    SM that find room."""
 
     warps: int = 8
     batch: int = 1
     resident: int = 2
-    grid: int | None = None
-    prefetch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.warps}x{self.batch},{self.resident},{self.grid or 0},{self.prefetch}"
+        return f"{self.warps}x{self.batch}x{self.resident}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +286,7 @@ class FewRows(Variant):
         return self.stages * self.tiling.batch * (self.tile // 8 + 1) * self.num_threads * 16
 
     def num_ctas(self, num_rows: int, num_out: int) -> int:
-        num_passes = num_out // self.columns
-        return num_passes if self.tiling.grid is None else min(self.tiling.grid, num_passes)
+        return num_out // self.columns
 
     @property
     def instruction(self) -> tuple[int, bool]:
@@ -307,17 +302,10 @@ class FewRows(Variant):
 
 
 FEW_ROWS_MOST = 8
-# CTAs of one pass, and grids whose CTAs share SMs with as many of the next kernel, or fill them.
+# The fastest ones of a matrix of Llama-3.1-8B each, of those that were tried (bench/gpu/few_rows.py).
 FEW_ROWS_CONFIGS = tuple(
-    GemmConfig(
-        tile=tile,
-        split_k=1,
-        stages=4,
-        registers=RegisterTiling(batch=32 // tile, grid=grid, prefetch=prefetch),
-    )
-    for tile in (16, 32)
-    for grid in (None, 132, 264)
-    for prefetch in (0, 6144)
+    GemmConfig(tile=tile, split_k=1, stages=stages, registers=RegisterTiling(warps=warps, resident=resident))
+    for tile, stages, warps, resident in ((32, 4, 8, 2), (16, 8, 8, 2), (32, 4, 4, 4), (16, 5, 8, 3))
 )
 FEW_ROWS = FEW_ROWS_CONFIGS[0]
 

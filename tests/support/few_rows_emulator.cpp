@@ -149,8 +149,6 @@ static void wait_for_copies() {
     for (const Copy& copy : groups.front()) memcpy(memory + copy.to, copy.from, 16);
 }
 
-static void prefetch_weights(const u16*, u32) {}
-
 static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   Warp& warp = warps[thread_number / 32];
   const int lane = thread_number % 32, group = lane >> 2, of_group = lane & 3;
@@ -173,10 +171,10 @@ static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
 #include KERNEL_FILE
 
 extern "C" void emulate(const u16* weights, const u16* rows, u16* out, int has_residual, int num_rows, int num_out,
-                        int num_in, float eps, int num_ctas, int num_early) {
+                        int num_in, float eps) {
   rows_begin = rows;
   num_row_numbers = (u64)num_rows * num_in;
-  for (block_number = 0; block_number < num_ctas; ++block_number) {
+  for (block_number = 0; block_number < num_out / kColumns; ++block_number) {
     Meeting meeting(kThreads);
     std::vector<Warp> of_cta(kWarps);
     cta = &meeting;
@@ -187,8 +185,7 @@ extern "C" void emulate(const u16* weights, const u16* rows, u16* out, int has_r
     for (int index = 0; index < kThreads; ++index) {
       threads.emplace_back([=] {
         thread_number = index;
-        few_rows({}, {}, weights, rows, out, has_residual ? out : nullptr, num_rows, num_out, num_in, eps, num_ctas,
-                 num_early);
+        few_rows({}, {}, weights, rows, out, has_residual ? out : nullptr, num_rows, num_out, num_in, eps);
       });
     }
     for (std::thread& thread : threads) thread.join();

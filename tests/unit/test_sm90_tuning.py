@@ -424,16 +424,13 @@ def test_candidates_are_compiled_ahead_once_and_not_again_when_they_are_measured
     assert len(sources) == num_compiled
 
 
-def test_the_kernel_for_few_rows_competes_where_it_is_asked_for_and_fits() -> None:
-    weights = [_random(64, 2048)]
-    for has_few_rows, num_rows, num_in, is_there in (
-        (False, 8, 2048, False),
-        (True, 8, 2048, True),
-        (True, 9, 2048, False),
-        (True, 5, 1536, False),
-    ):
-        kernels = Sm90Kernels(_TorchKernel(), TorchGemm(), has_few_rows=has_few_rows)
-        problem = _problem(num_rows, weights[0], GemmEpilogue.PLAIN)._replace(num_in=num_in)
-        assert (FEW_ROWS in kernels.candidates(problem)) == is_there
+@pytest.mark.parametrize(("num_rows", "num_in", "is_there"), [(8, 2048, True), (9, 2048, False), (5, 1920, False)])
+def test_the_kernel_for_few_rows_competes_where_it_fits(num_rows: int, num_in: int, is_there: bool) -> None:
+    kernels = Sm90Kernels(_TorchKernel(), TorchGemm())
+    problem = _problem(num_rows, _random(64, 2048), GemmEpilogue.PLAIN)._replace(num_in=num_in)
+    assert (FEW_ROWS in kernels.candidates(problem)) == is_there
+
+
+def test_the_kernel_for_few_rows_has_half_a_tile_of_gate() -> None:
     variant = variant_of(FEW_ROWS, 5, True, torch.bfloat16)
-    assert variant.num_ctas(5, 14336) == 1792 and variant.activation_rows == 8 and "kIsGated = true" in variant.source()
+    assert variant.num_ctas(5, 14336) == 896 and variant.activation_rows == 8 and "kIsGated = true" in variant.source()

@@ -69,9 +69,8 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
     # show. The budget is for measuring only: compiling comes before, and a second start finds kernels in the cache.
     policy = TuningPolicy(allowed_us=2.0, budget_s=10.0)
 
-    def __init__(self, kernel: GemmSm90, others: GemmBackend, *, has_few_rows: bool = False) -> None:
-        """has_few_rows: the kernel for up to 8 rows that takes weights straight into registers competes too."""
-        self._kernel, self._others, self._has_few_rows = kernel, others, has_few_rows
+    def __init__(self, kernel: GemmSm90, others: GemmBackend) -> None:
+        self._kernel, self._others = kernel, others
 
     def measured_rows(self, sizes: Sequence[int]) -> Sequence[int]:
         """The usual ones; behind the first the largest, which no larger one serves."""
@@ -87,10 +86,7 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
         }
         least = min(read.values(), default=0.0)
         penalties = {config: (nbytes - least) * _CACHE_US_BYTE for config, nbytes in read.items()}
-        if self._has_few_rows:
-            few = few_rows_candidates(num_rows, num_out, num_in, is_gated=is_gated)
-            penalties |= dict.fromkeys(few, 0.0)
-        return penalties
+        return penalties | dict.fromkeys(few_rows_candidates(num_rows, num_out, num_in, is_gated=is_gated), 0.0)
 
     def prepare(self, problems: Collection[GemmProblem]) -> None:
         """A kernel that does not compile says so when it is launched."""
