@@ -53,7 +53,7 @@ _FINALISTS = 4
 
 def tilings() -> list[GemmConfig]:
     """Those that the autotuner tries, and some beside them."""
-    tried = ((8, 16, 4, 2, 2), (8, 48, 3, 1, 2), (4, 16, 4, 2, 4), (4, 32, 9, 1, 2), (8, 32, 2, 1, 3), (8, 16, 6, 1, 2))
+    tried = ((8, 16, 4, 2, 2), (8, 48, 3, 1, 2), (4, 48, 7, 1, 2), (4, 64, 5, 1, 2), (4, 32, 9, 1, 2), (4, 32, 6, 1, 3))
     others = [
         GemmConfig(
             tile=tile,
@@ -225,6 +225,8 @@ def measure(args: argparse.Namespace, kept: Kept, device: str = "cuda") -> None:
         us = {}
         for config in (*few[matrix.name], *others[matrix.name]):
             us[config] = micros(partial(at[_CHOSEN_AT].gemm, config, matrix), count)
+        most = max(at)
+        at_most = {config: micros(partial(at[most].gemm, config, matrix), count) for config in few[matrix.name]}
         ordered = sorted(us, key=lambda config, us=us: us[config])
         ours = [config for config in ordered if config.registers is not None]
         theirs = [config for config in ordered if config.registers is None]
@@ -238,6 +240,7 @@ def measure(args: argparse.Namespace, kept: Kept, device: str = "cuda") -> None:
             "others_best_tb_s": matrix.tb_s(us[theirs[0]]),
             "best": {str(rows): {"us": round(each, 2), "tb_s": matrix.tb_s(each)} for rows, each in by_rows.items()},
             "few_rows": {str(config): round(us[config], 2) for config in ours},
+            f"few_rows_at_{most}": {str(config): round(at_most[config], 2) for config in ours},
         }
         kept.note(alone=alone, seconds=round(time.monotonic() - started, 1))
         print(json.dumps({matrix.name: alone[matrix.name]}), file=sys.stderr, flush=True)
