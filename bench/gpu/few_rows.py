@@ -6,7 +6,7 @@ For each matrix of a shape and each tiling: the largest error against torch, ove
 and microseconds of a launch, beside those of the GEMV kernels at one row and of the other GEMMs with PDL that a
 worker's autotuner tries. Then layers without their attention, kernel behind kernel: with GEMVs, with the other GEMMs,
 and with these, the fastest of each in its place. Every launch reads the weights of another layer. --results: file of
-what is known so far.
+what is known so far. --replace: the same with other code in the kernel's source, OLD=>NEW each.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ class Launches:
     """One matrix after the other, each by what computes it there."""
 
     def __init__(self, kernel: GemmSm90, of: Places) -> None:
-        self._kernel, self._of = kernel, of
+        self._kernel, self.of = kernel, of
         self._square_sums: torch.Tensor | None = None
 
     def gemv(self, matrix: Matrix, layer: int) -> None:
-        (x_TK, out_TN), weight = self._of.of(matrix), matrix.weights[layer % len(matrix.weights)]
+        (x_TK, out_TN), weight = self.of.of(matrix), matrix.weights[layer % len(matrix.weights)]
         if matrix.is_gated:
             gemv.gate_up_silu(x_TK, weight, None, _EPS, out=out_TN, use_pdl=True)
         else:
@@ -150,7 +150,7 @@ class Launches:
             gemv.linear(x_TK, weight, None, residual, None, eps, out=out_TN, use_pdl=True)
 
     def gemm(self, config: GemmConfig, matrix: Matrix, layer: int) -> None:
-        (x_TK, out_TN), weight = self._of.of(matrix), matrix.weights[layer % len(matrix.weights)]
+        (x_TK, out_TN), weight = self.of.of(matrix), matrix.weights[layer % len(matrix.weights)]
         kernel = self._kernel
         if matrix.is_gated:
             given = self._square_sums if config.registers is None else None
@@ -261,6 +261,22 @@ def measure(args: argparse.Namespace, kept: Kept, device: str = "cuda") -> None:
         }
         kept.note(layer_us=chains, seconds=round(time.monotonic() - started, 1))
     print(json.dumps(chains), file=sys.stderr, flush=True)
+    replaced: dict[str, object] = {}
+    for replacement in args.replace:
+        changed = new_kernel(*replacement.split("=>"))
+        others_at = {rows: Launches(changed, launches.of) for rows, launches in at.items()}
+        replaced[replacement] = {
+            "worst_excess": max(excess(changed, chosen[m.name], m, _CHOSEN_AT) for m in layers),
+            "layer_us": {
+                str(rows): round(micros(partial(each.layer, lambda m, c=chosen: c[m.name], layers), count), 2)
+                for rows, each in sorted(others_at.items())
+            },
+            "alone_us": {
+                m.name: round(micros(partial(others_at[_CHOSEN_AT].gemm, chosen[m.name], m), count), 2) for m in layers
+            },
+        }
+        kept.note(replaced=replaced, seconds=round(time.monotonic() - started, 1))
+    print(json.dumps(replaced), file=sys.stderr, flush=True)
 
 
 def _fastest(
@@ -279,8 +295,9 @@ def _fastest(
     return min(us, key=lambda config: us[config])
 
 
-def new_kernel() -> GemmSm90:
-    return GemmSm90(CudaDriver(), Nvrtc().cubin)
+def new_kernel(old: str = "", new: str = "") -> GemmSm90:
+    nvrtc = Nvrtc()
+    return GemmSm90(CudaDriver(), lambda source: nvrtc.cubin(source.replace(old, new) if old else source))
 
 
 def main() -> None:
@@ -289,6 +306,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 5, 8])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--candidates", type=int, default=8, help="of the other GEMMs, for each matrix")
+    parser.add_argument("--replace", nargs="*", default=[], metavar="OLD=>NEW")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     with Kept(args.results) as kept, torch.inference_mode():
