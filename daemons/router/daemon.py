@@ -55,6 +55,7 @@ class RouterDaemon(Daemon):
             self.http = make_http_server(settings.http_listen, settings, self._router, guard, runtime)
         self._clock: asyncio.Task[None] | None = None
         self._names: asyncio.Task[None] | None = None
+        self._text: asyncio.Task[None] | None = None
         self._runtime = runtime
         runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
@@ -71,6 +72,7 @@ class RouterDaemon(Daemon):
             self._serving = self._runtime.spawn(self.http.serve(), "http")
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")
         self._names = self._runtime.spawn(self._router.follow_names(), "names")
+        self._text = self._runtime.spawn(self._router.load_text(), "text")
 
     async def drain(self) -> None:
         """Clients are told to go elsewhere while what they have here ends: by GOAWAY, and by connections that close.
@@ -88,7 +90,7 @@ class RouterDaemon(Daemon):
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
-        for task in (self._clock, self._names):
+        for task in (self._clock, self._names, self._text):
             if task is not None:
                 task.cancel()
         if self.http is not None:

@@ -44,6 +44,8 @@ class SchedulerSettings(CommonSettings):
     pipeline_depth: str = setting(
         "auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...", deprecated=("depth",)
     )
+    hold_plans: bool = setting(True, "the plan behind a long step leaves shortly before that ends, with requests that "
+        "come until then; only where the pipeline depth is auto")  # fmt: skip
     chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")

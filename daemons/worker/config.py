@@ -294,7 +294,7 @@ def _check_speculation(settings: WorkerSettings) -> None:
 
 def _check_shared_experts(settings: WorkerSettings) -> None:
     """Of ranks that share experts on GPUs."""
-    flag, is_cuda = _flag("ep_size"), settings.backend is Backend.CUDA
+    is_cuda = settings.backend is Backend.CUDA
     if settings.ep_transport not in _EP_TRANSPORTS:
         choices = ", ".join(_EP_TRANSPORTS)
         raise ValueError(f"{_flag('ep_transport')} must be one of {choices}, not {settings.ep_transport}")
@@ -302,15 +302,15 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
         raise ValueError(f"{_flag('ep_transport')} {settings.ep_transport} is for --backend cuda")
     if not is_cuda or settings.ep_size == 1:
         return
-    if settings.tp_size > 1:
-        raise ValueError(f"{flag} above 1 with --tp-size above 1 is for --backend cpu or simulated: on GPUs experts "
-            "are shared by data-parallel ranks (--dp-size)")  # fmt: skip
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
     if settings.two_batch_min_rows and settings.attention_backend == "flashinfer":
         raise ValueError(f"{_flag('two_batch_min_rows')} needs --attention-backend triton (or torch): flashinfer plans "
             "one batch at a time")  # fmt: skip
+    if settings.two_batch_min_rows and settings.tp_size % settings.ep_size == 0:
+        raise ValueError(f"{_flag('two_batch_min_rows')} is for rows that travel, and where {_flag('ep_size')} divides "
+            "--tp-size none do on GPUs: leave it out")  # fmt: skip
 
 
 def _flag(name: str) -> str:
