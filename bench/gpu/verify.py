@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="where both kinds of steps spend their time")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
-    # What the autotuner chose, to stderr.
+    # Choices of the autotuner, to stderr.
     configure_logging("info", "worker", "bench")
     with Kept(args.results) as kept:
         measure(args, kept)
