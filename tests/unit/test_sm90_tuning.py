@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -334,6 +335,21 @@ def test_few_rows_have_the_kernel_of_the_rows_that_they_are_padded_to() -> None:
     sizes = [2, 3, 4, 8, 16]
     gemm = _tuned(_TorchKernel(), lambda problem: 2.0, sizes)
     assert {problem[0] for problem in gemm.problems} == set(sizes)
+
+
+def test_one_row_with_its_drafts_is_measured_for_itself() -> None:
+    """4 drafts: its 5 rows, and fewer, have other tilings than 8."""
+    sizes = [2, 4, 5, 8, 10, 16, 20]
+    kernel, w_NK = _TorchKernel(), _random(64, 2048)
+    kernels = Sm90Kernels(kernel, TorchGemm())
+    assert list(kernels.measured_rows(sizes)) == [16, 20, 8, 5]
+    five, eight = FEW_ROWS, replace(FEW_ROWS, tile=64)
+    problem = _problem(8, w_NK, GemmEpilogue.PLAIN)
+    chosen = {}
+    for of, bound in kernels.bind({problem: eight, problem._replace(num_rows=5): five}, sizes).items():
+        bound.run(_random(of.num_rows, 2048), w_NK, _random(of.num_rows, 64))
+        chosen[of.num_rows] = kernel.launched[-1][1]
+    assert chosen == {2: five, 4: five, 5: five, 8: eight}
 
 
 @pytest.mark.parametrize("epilogue", GemmEpilogue)
