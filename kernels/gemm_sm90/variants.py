@@ -41,8 +41,8 @@ class GemmConfig:
 
     tile: weight rows of a CTA. split_k: CTAs that share K. stages: tiles of the ring. multicast: CTAs of a cluster that
     share one read from the L2 cache (1, 2, 4): of rows of x, for neighbouring tiles, or, with row_tile, of the tile's
-    weights. row_tile: rows of x of a CTA (64, 128); None: all rows (small-M). registers: of few_rows.cu; None: any other
-    kernel.
+    weights. row_tile: rows of x of a CTA (64, 128); None: all rows (small-M). registers: of few_rows.cu; None: of any
+    other kernel.
     """
 
     tile: int
@@ -311,7 +311,7 @@ FEW_ROWS = FEW_ROWS_CONFIGS[0]
 
 
 def takes_few_rows(config: GemmConfig, num_rows: int, num_out: int, num_in: int) -> bool:
-    """True where such a configuration of few_rows.cu computes such a GEMM; num_out: weight rows, of gate and up both."""
+    """True where such a configuration of few_rows.cu computes such a GEMM; num_out: weight rows, gate's and up's."""
     tiling = config.registers
     assert tiling is not None, config
     slot = 32 * tiling.warps * tiling.batch

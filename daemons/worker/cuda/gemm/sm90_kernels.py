@@ -23,8 +23,8 @@ _USUAL_ROWS = (64, 256, 128, 32, 16, _PADDED_ROWS)
 # Reads from the L2 cache cost power, and power bounds a step under load: of two configurations that are equally fast
 # alone, the one that reads more is slower then.
 _CACHE_US_BYTE = 2e-8
-# Kernels of few_rows.cu overlap more with those around them than others do, which timing one GEMM does not show: four of
-# them, a layer of 8B at 5 rows, take 4 us less than alone, four others 3 us more.
+# Kernels of few_rows.cu overlap more with those around them than others do, which timing one GEMM does not show: four
+# of them, a layer of 8B at 5 rows, take 4 us less than alone, four others 3 us more.
 _MORE_THAN_FEW_ROWS_US = 1.5
 _EPS = 1e-5
 _MAX_CHECK_ERROR, _MAX_CANDIDATE_ERROR = 0.01, 0.02
