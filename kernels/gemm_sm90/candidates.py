@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import torch
 
 from radixmesh.kernels.gemm_sm90.variants import (
+    FEW_ROWS_CONFIGS,
     HALF_BYTES,
     MAX_CLUSTER,
     MAX_SUMS,
     SHARED_BYTES,
     TILE_K,
     GemmConfig,
+    takes_few_rows,
     variant_of,
 )
 
@@ -28,7 +30,6 @@ _CTAS_AT_ONCE = {1: 132, 2: 132, 4: 112, 8: 104}
 _TILES, _COLUMNS, _ROW_TILES = (64, 128, 256), (48, 64, 80, 96, 112, 128, 160, 192, 224, 256), (64, 128)
 # Up to this many rows, row-tiled kernels are not worth measuring.
 _MAX_SMALL_M = 64
-
 
 def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False, count: int = 8) -> list[GemmConfig]:
     """Configurations worth measuring, `count` of each kernel, its likely fastest first; `num_out` of gate or up alone.
@@ -45,6 +46,12 @@ def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = Fal
     small_m = [config for config in ordered if config.row_tile is None]
     row_tiled = [config for config in ordered if config.row_tile is not None]
     return small_m[:count] + row_tiled[:count]
+
+
+def few_rows_candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> list[GemmConfig]:
+    """Those of few_rows.cu that compute such a GEMM; `num_out` as for `candidates`."""
+    columns = num_out * (1 + is_gated)
+    return [config for config in FEW_ROWS_CONFIGS if takes_few_rows(config, num_rows, columns, num_in)]
 
 
 def cache_bytes(config: GemmConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:
