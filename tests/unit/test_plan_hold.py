@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from support.planner_world import World
 
+from radixmesh.daemons.runtime.arrays import empty_ints
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 
@@ -159,3 +160,26 @@ async def test_followers_are_in_the_step_behind_the_one_that_completes_their_pre
         await device.turn()
     followed = next(plan for plan in device.sent if plan.step_id == first + 1)
     assert len(followed.admits) == 3
+
+
+async def test_what_a_barrier_took_tells_nothing_of_decodes() -> None:
+    """It ends at once, or after seconds: decodes as short as one would never be waited for."""
+    loop, world, device = make(lambda plan: 0.001 if plan.barrier_ops else 0.02 + 0.0005 * len(plan.admits))
+    for seed in range(24):  # A line through steps of several sizes is known.
+        loop.planner.submit(world.submission([2 + seed] * (2 + 40 * (seed % 2)), stop=Stop(max_tokens=1)))
+        await device.plan()
+        while loop.planner.num_in_flight:
+            await device.turn()
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=100)))
+    await device.plan()
+    await run_for(device, 30)
+    hold = loop.sender.hold
+    state = loop.planner.state
+    assert state is not None
+    decode = next(step for step in state.in_flight.last_steps() if step.plan.has_forward)
+    least_us = hold.least_us(decode)
+    assert least_us > 0
+    barrier = replace(decode, plan=replace(decode.plan, has_forward=False, decode_set=None), num_tokens=0, chunks=())
+    result = StepResult(epoch=1, step_id=1, counts=empty_ints(), ids=empty_ints(), device_end_ns=1_000_000)
+    hold.observe(barrier, result, followed=False)
+    assert hold.least_us(decode) == least_us and hold.least_us(barrier) == 0.0

@@ -87,6 +87,8 @@ class PlanHold:
         return self._ratios.setdefault(bool(step.chunks), deque(maxlen=_REMEMBERED))
 
     def _expected_us(self, step: PlannedStep) -> float:
+        if not step.plan.has_forward:
+            return 0.0  # Releases, or a barrier: of no length that is known.
         if self._token_time.us:
             return self._token_time.expect_us(step.num_tokens)
         # That of another size is meant to be too long rather than too short.
