@@ -18,6 +18,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget
 from radixmesh.daemons.runtime.detokenize.decoder_table import Limits as EntryLimits
 from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
@@ -41,8 +42,8 @@ _MAX_STOPS, _MAX_STOP_BYTES, _MAX_REPLAYED = 8, 128, 1024
 
 class LocalText:
     """Encodes and makes tables of decoders once load() is over. fingerprints: those of the tokenizers of all served
-    models, "" = not told; unless they are this one's, a request is for the daemons. on_encoded: called per answer.
-    clock: monotonic seconds."""
+    models, "" = not told; unless there are some, and all are this one's, a request is for the daemons. on_encoded:
+    called per answer. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -80,11 +81,14 @@ class LocalText:
         codec, since_s = self._codec, self._clock()
         if codec is None or since_s < self._rests_until_s or request.ByteSize() > SHORT_BYTES:
             return None
-        fingerprint = codec.vocabulary.fingerprint
-        if any(other and other != fingerprint for other in self._fingerprints()):
+        fingerprint, told = codec.vocabulary.fingerprint, tuple(self._fingerprints())
+        # Until a scheduler has said what is served, a tokenizer may know better which vocabulary that is.
+        if not told or any(other and other != fingerprint for other in told):
             return None
         try:
             answer = run_whole(encode_request(lambda: codec, request))
+        except MeshError:
+            return None  # Of the request as a whole, before any work: a tokenizer says so.
         # A panic of the library is no Exception. Cancelled this cannot be: it waits for nothing.
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):
