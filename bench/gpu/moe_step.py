@@ -115,17 +115,21 @@ def latents(num_rows: int, lengths: list[int]) -> Iterator[Case]:
         )
     for length in lengths:
         query, row_slots, lens = rows_of(num_rows, _HEADS, length)
-        of_turns = pool.tables(num_rows, length)
+        scattered = pool.tables(num_rows, length)
+        # Tokens of a row side by side, as they are of most prompts.
+        aligned = [table.sort(dim=1).values[:, :1] // length * length for table in scattered]
+        aligned = [first + torch.arange(length, device="cuda", dtype=torch.int32) for first in aligned]
         workspace = mla_decode_workspace(num_rows, _HEADS, RANK, "cuda")
         plan_decode(lens, workspace)
-        yield Case(
-            f"mla_decode {length}",
-            lambda turn, q=query, tables=of_turns, slots=row_slots, lens=lens, of=workspace: mla_decode(
-                q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, of
-            ),
-            2.0 * LATENT * num_rows * length,
-            len(of_turns),
-        )
+        for kind, of_turns in (("scattered", scattered), ("side by side", aligned)):
+            yield Case(
+                f"mla_decode {length} {kind}",
+                lambda turn, q=query, tables=of_turns, slots=row_slots, lens=lens, of=workspace: mla_decode(
+                    q, pool.latents_SC, tables[turn], slots, lens, 1, SCALE, of
+                ),
+                2.0 * LATENT * num_rows * length,
+                len(of_turns),
+            )
 
 
 def experts(num_rows: int) -> Iterator[Case]:
