@@ -117,8 +117,10 @@ def latents(num_rows: int, lengths: list[int]) -> Iterator[Case]:
         query, row_slots, lens = rows_of(num_rows, _HEADS, length)
         scattered = pool.tables(num_rows, length)
         # Tokens of a row side by side, as they are of most prompts.
-        aligned = [table.sort(dim=1).values[:, :1] // length * length for table in scattered]
-        aligned = [first + torch.arange(length, device="cuda", dtype=torch.int32) for first in aligned]
+        num_tokens = num_rows * length
+        in_order = torch.arange(num_tokens, device="cuda", dtype=torch.int32).view(num_rows, length)
+        firsts = range(0, len(pool.latents_SC) - num_tokens + 1, num_tokens)
+        aligned = [in_order + first for first in firsts][: len(scattered)]
         workspace = mla_decode_workspace(num_rows, _HEADS, RANK, "cuda")
         plan_decode(lens, workspace)
         for kind, of_turns in (("scattered", scattered), ("side by side", aligned)):

@@ -142,8 +142,8 @@ def _mla_split_kernel(
     unit_end = tl.load(tile_starts_ptr + unit + 1)
     kv_end = tl.load(ends_ptr + unit)
     slot = tl.load(slots_ptr + unit)
-    # Latents in two halves: a query's products with a whole one would be one chain of dependent sums, which takes longer
-    # than a tile's way from memory.
+    # Latents in two halves: a query's products with a whole one would be one chain of dependent sums, which takes about
+    # as long as a tile's way from memory.
     HALF: tl.constexpr = RP // 2
     c = tl.arange(0, HALF)
     e = tl.arange(0, ROPE_P)
