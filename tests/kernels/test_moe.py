@@ -74,6 +74,14 @@ def test_rows_are_routed_as_in_torch(name: str, dtype: torch.dtype) -> None:
     _check_same(route(logits_TE, rule, bias_E), route_reference(logits_TE, rule, bias_E))
 
 
+def test_parts_of_logits_are_added() -> None:
+    num_experts, rule = _RULES["v3"]
+    parts_PTE, bias_E = torch.randn(3, 5, num_experts), torch.randn(num_experts)
+    wanted = route_reference(parts_PTE[0] + parts_PTE[1] + parts_PTE[2], rule, bias_E)
+    _check_same(route(parts_PTE, rule, bias_E), wanted)
+    _check_same(route_reference(parts_PTE, rule, bias_E), wanted)
+
+
 def test_rows_are_routed_as_on_the_cpu() -> None:
     x_TD, w_DE, bias_E = torch.randn(6, 32), torch.randn(32, 64), torch.randn(64)
     logits_TE = x_TD @ w_DE

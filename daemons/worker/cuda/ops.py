@@ -114,7 +114,8 @@ class Ops(ABC):
         return head_gemm_reference(x_THK, w_HNK, out)
 
     def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor, norm: RowNorm | None = None) -> torch.Tensor:
-        """x @ w^T in float32, [T, E]; of RMSNorm(x) with a norm, for up to max_fused_rows rows."""
+        """x @ w^T in float32, [T, E] or parts of it [P, T, E], which `route` adds; of RMSNorm(x) with a norm, for up to
+        max_fused_rows rows."""
         return router_logits_reference(x_TD, w_ED, *(norm or ()))
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:

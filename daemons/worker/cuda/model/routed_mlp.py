@@ -86,10 +86,8 @@ class RoutedMlp(Mlp):
         """Normed rows, and where they go."""
         ops = self.ops
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
-        if self.b_logits_E is not None:
-            logits_TE += self.b_logits_E
-        return normed_TD, ops.route(logits_TE, self.rule, self.b_router_E)
+        logits = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
+        return normed_TD, self._route(logits)
 
     def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
         """All that this rank has a part of is summed at once."""
@@ -105,12 +103,17 @@ class RoutedMlp(Mlp):
         """The norm is part of each kernel that reads the rows."""
         ops, norm = self.ops, RowNorm(self.norm_D, self.eps)
         if self._is_exact:
-            logits_TE = ops.router_logits(rows_TD, self.w_router_ED, norm)
+            logits = ops.router_logits(rows_TD, self.w_router_ED, norm)
         else:
-            logits_TE = ops.linear_fused(rows_TD, self.w_router_ED, norm_K=self.norm_D, eps=self.eps)
+            logits = ops.linear_fused(rows_TD, self.w_router_ED, norm_K=self.norm_D, eps=self.eps)
+        experts.add_to(rows_TD, norm, self._route(logits))
+
+    def _route(self, logits: torch.Tensor) -> Routes:
+        """logits: [T, E], or parts of them [P, T, E]."""
         if self.b_logits_E is not None:
+            logits_TE = logits if logits.dim() == 2 else logits[0]
             logits_TE += self.b_logits_E
-        experts.add_to(rows_TD, norm, ops.route(logits_TE, self.rule, self.b_router_E))
+        return self.ops.route(logits, self.rule, self.b_router_E)
 
     @property
     def _is_exact(self) -> bool:
