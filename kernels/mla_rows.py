@@ -85,15 +85,16 @@ def _mla_rows_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + pair, mask=pair_mask, other=0.0)
     sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + pair, mask=pair_mask, other=0.0)
+    # Tables were there before the kernel ahead, as positions were: they come from memory while it ends.
+    if tokens_ptr is not None:
+        token = tl.load(tokens_ptr + row).to(tl.int64)
+    else:
+        page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+        token = page * PAGE_SIZE + position % PAGE_SIZE
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if part == 0:
-        if tokens_ptr is not None:
-            token = tl.load(tokens_ptr + row).to(tl.int64)
-        else:
-            page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
-            token = page * PAGE_SIZE + position % PAGE_SIZE
         to = latents_ptr + token * (R + ROPE)
         _write_latent(
             kv_ptr + row * kv_stride, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R, HALF, BLOCK_R

@@ -25,14 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu.graph_timing import micros
 from gpu.mla_cases import LATENT, RANK, ROPE, SCALE, Pool, rows_of
 
+from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.attention.decode_attention import plan_decode
 from radixmesh.kernels.attention.mla_decode import mla_decode, mla_decode_workspace
 from radixmesh.kernels.mla_rows import LatentNorm, head_gemm, head_gemm_reference, mla_rows
-from radixmesh.kernels.moe.experts_config import default_config
+from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import group_rows
 from radixmesh.kernels.moe.grouped_gemm import combine, down, gate_up_silu, routed_experts
 from radixmesh.kernels.moe.route import RouterRule, route
 from radixmesh.kernels.moe.router_logits import router_logits
+from radixmesh.kernels.moe.row_experts import SharedWeights
+from radixmesh.kernels.moe.shared_mlp import shared_mlp
 from radixmesh.kernels.rms_norm import rms_norm
 from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 from radixmesh.kernels.sampling import sample
@@ -175,10 +178,60 @@ def experts(num_rows: int) -> Iterator[Case]:
             6.0 * _EXPERTS * _MLP * _HIDDEN,
             turns,
         )
+    yield from _beside(x, w_router, w_gate_up, w_down)
     out = torch.empty_like(x)
     yield Case("combine", lambda _: combine(results, routes[0].weights_TA, x, out), 2.0 * num_pairs * _HIDDEN)
     gate_up = _random(num_rows, 2 * _SHARED)
     yield Case("shared silu_mul", lambda _: silu_mul(gate_up), 6.0 * num_rows * _SHARED)
+
+
+def _beside(
+    x: torch.Tensor, w_router: list[torch.Tensor], w_gate_up: list[torch.Tensor], w_down: list[torch.Tensor]
+) -> Iterator[Case]:
+    """A whole MLP with shared experts: GEMMs of torch ahead of the routed ones, and kernels of ours beside them."""
+    shared = [
+        SharedWeights(_random(2 * _SHARED, _HIDDEN).mul_(_HIDDEN**-0.5), _random(_HIDDEN, _SHARED).mul_(_SHARED**-0.5))
+        for _ in range(4)
+    ]
+    norm, residual = _random(_HIDDEN), x.clone()
+    nbytes = 6.0 * (_EXPERTS * _MLP + _SHARED) * _HIDDEN
+
+    def in_order(turn: int) -> torch.Tensor:
+        normed = rms_norm(x, norm, _EPS, use_pdl=True)
+        routes = route(router_logits(normed, w_router[turn], use_pdl=True), _RULE, use_pdl=True)
+        gated = silu_mul(normed @ shared[turn].w_gate_up.t())
+        residual.addmm_(gated, shared[turn].w_down.t())
+        return routed_experts(normed, routes, w_gate_up[turn % 2], w_down[turn % 2], residual_TD=residual, use_pdl=True)
+
+    yield Case("mlp in order", in_order, nbytes, 4)
+    for priority in (-1, 0):
+        ops = TritonOps(use_pdl=True, side_stream=torch.cuda.Stream(priority=priority))
+
+        def beside(turn: int, ops: TritonOps = ops) -> torch.Tensor:
+            normed = ops.rms_norm(x, norm, _EPS)
+            started = ops.start_mlp(normed, shared[turn])
+            routes = ops.route(ops.router_logits(normed, w_router[turn]), _RULE)
+            return ops.experts(
+                normed, routes, w_gate_up[turn % 2], w_down[turn % 2], residual_TD=residual, beside=started
+            )
+
+        yield Case(f"mlp beside, priority {priority}", beside, nbytes, 4)
+    for tile_rows, block in (
+        (128, (64, 64, 8, 3)),
+        (128, (64, 64, 8, 4)),
+        (128, (32, 64, 4, 4)),
+        (128, (32, 128, 8, 3)),
+        (64, (64, 64, 4, 4)),
+        (64, (64, 64, 4, 3)),
+        (64, (32, 128, 4, 3)),
+    ):
+        config = ExpertsConfig(tile_rows=tile_rows, gate_up=GroupedConfig(*block), down=GroupedConfig(*block))
+        yield Case(
+            f"shared_mlp {tile_rows} {block}",
+            lambda turn, config=config: shared_mlp(x, shared[turn], config, use_pdl=True),
+            6.0 * _SHARED * _HIDDEN,
+            4,
+        )
 
 
 def sampling(num_rows: int) -> Iterator[Case]:

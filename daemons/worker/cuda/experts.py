@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
-from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant, SlotRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
@@ -25,8 +25,11 @@ class Experts(ABC):
     """Weights of picks multiply what experts give, not what they read."""
 
     @abstractmethod
-    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
+    def add_to(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+    ) -> None:
+        """Adds the weighted sum of what each row's experts make of x, and what an MLP beside them does, to the residual
+        in place."""
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         """[T, D], contiguous: that sum alone, of rows of which about num_expected picks are of these experts."""
@@ -51,9 +54,11 @@ class PlainExperts(Experts):
         self._variant = variant
         self.weighs_results = not variant.scales_input
 
-    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+    def add_to(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+    ) -> None:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
-        self._ops.experts(x_TD, routes, *weights, self._variant, residual_TD=residual_TD)
+        self._ops.experts(x_TD, routes, *weights, self._variant, residual_TD=residual_TD, beside=beside)
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
@@ -103,7 +108,10 @@ class Fp8Experts(Experts):
     def __init__(self, ops: Fp8Ops, weights: QuantizedExperts) -> None:
         self._ops, self._weights = ops, weights
 
-    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+    def add_to(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+    ) -> None:
+        assert beside is None, "an MLP beside FP8 experts is one of the projections"
         self._ops.experts(x_TD, routes, self._weights, residual_TD=residual_TD)
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:

@@ -21,17 +21,19 @@ from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, Expert
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.route import RouterRule, Routes
-from radixmesh.kernels.moe.row_experts import RowNorm
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
     """An MLP that every row goes through beside its experts. w_gate_1D: its result is multiplied by the sigmoid of this
-    projection of the row; None: it is not."""
+    projection of the row; None: it is not. weights: of both projections, where they may be computed beside the experts
+    and added by them."""
 
     gate_up: Linear
     down: Linear
     w_gate_1D: torch.Tensor | None
+    weights: SharedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +64,18 @@ class RoutedMlp(Mlp):
         if self.row_experts is not None and len(rows_TD) <= ops.max_fused_rows:
             self._run_rows(self.row_experts, rows_TD)
             return
-        normed_TD, routes = self._routed(rows_TD)
         if self.group is not None:
-            self._add_reduced(self.group, rows_TD, normed_TD, routes)
+            self._add_reduced(self.group, rows_TD, *self._routed(rows_TD))
             return
-        if self.shared is not None:
+        normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        beside = None
+        if self.shared is not None and self.shared.weights is not None:
+            # From here on: the choice of the experts leaves most of the device idle.
+            beside = ops.start_mlp(normed_TD, self.shared.weights)
+        routes = self._routes(normed_TD)
+        if self.shared is not None and beside is None:
             self._add_shared(self.shared, residual, normed_TD)
-        self.experts.add_to(rows_TD, normed_TD, routes)
+        self.experts.add_to(rows_TD, normed_TD, routes, beside)
 
     def stages(self, residual: Residual) -> Iterator[None]:
         assert isinstance(self.experts, DispatchedExperts) and self.group is None, "no rows travel"
@@ -84,10 +91,12 @@ class RoutedMlp(Mlp):
 
     def _routed(self, rows_TD: torch.Tensor) -> tuple[torch.Tensor, Routes]:
         """Normed rows, and where they go."""
+        normed_TD = self.ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        return normed_TD, self._routes(normed_TD)
+
+    def _routes(self, normed_TD: torch.Tensor) -> Routes:
         ops = self.ops
-        normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        logits = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
-        return normed_TD, self._route(logits)
+        return self._route((ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED))
 
     def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
         """All that this rank has a part of is summed at once."""
