@@ -122,8 +122,8 @@ def table(windows: Iterable[Spent]) -> dict[str, object]:
 
 
 def sequence(spans: Iterable[Span], count: int) -> list[str]:
-    """So many kernels in their order, from the middle of a window: microseconds of each, and behind "+" those that
-    nothing ran ahead of it, or behind "-" those that it ran beside what came before."""
+    """So many kernels in their order, from the middle of a window: microseconds of each, microseconds from the end of
+    the one before to its start (negative: beside it), and its name."""
     ordered = sorted(spans)
     first = max(1, (len(ordered) - count) // 2)
     lines = []

@@ -109,6 +109,12 @@ def mla_split_attention(
     )
 
 
+@triton.constexpr_function
+def _half(padded_rank: int) -> int:
+    """Tensor cores multiply 16 numbers and more at a time."""
+    return max(16, padded_rank // 2)
+
+
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr", "tail_starts_ptr"],
@@ -144,7 +150,7 @@ def _mla_split_kernel(
     slot = tl.load(slots_ptr + unit)
     # Latents in two halves: a query's products with a whole one would be one chain of dependent sums, which takes about
     # as long as a tile's way from memory.
-    HALF: tl.constexpr = RP // 2
+    HALF: tl.constexpr = _half(RP)
     c = tl.arange(0, HALF)
     e = tl.arange(0, ROPE_P)
     n = tl.arange(0, BLOCK_N)
@@ -189,8 +195,8 @@ def _mla_split_kernel(
             if tails_ptr is not None:
                 token = tail_index(token, tails_ptr, unit, position - tl.load(tail_starts_ptr + unit), is_in, TAIL)
             at = latents_ptr + token[:, None] * C
-            latent_mask = is_in[:, None] if R == RP else is_in[:, None] & (c < R)[None, :]
-            high_mask = is_in[:, None] if R == RP else is_in[:, None] & (c < R - HALF)[None, :]
+            latent_mask = is_in[:, None] if R >= HALF else is_in[:, None] & (c < R)[None, :]
+            high_mask = is_in[:, None] if R == 2 * HALF else is_in[:, None] & (c < R - HALF)[None, :]
             rope_mask = is_in[:, None] if ROPE == ROPE_P else is_in[:, None] & (e < ROPE)[None, :]
             latent = tl.load(at + c[None, :], mask=latent_mask, other=0.0)
             latent_high = tl.load(at + HALF + c[None, :], mask=high_mask, other=0.0)
@@ -278,7 +284,7 @@ def _store_part(
     parts_ptr, part_lses_ptr, partial, acc, acc_high, lse, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
     PART_ROWS: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = RP // 2
+    HALF: tl.constexpr = _half(RP)
     m = tl.arange(0, M)
     c = tl.arange(0, HALF)
     part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]

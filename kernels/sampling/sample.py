@@ -118,7 +118,7 @@ def _highest_kernel(
     order = tl.full((AT_ONCE * BLOCK,), -(2**31), tl.int32)
     best_id = start + lane
     logits_at = logits_ptr + row * stride
-    # What is not there is no more than what is before it. Loads of the next ids are under way beside these.
+    # Ids past the end count as no more than those before them. Loads of the next ids are under way beside these.
     loaded = tl.load(logits_at + best_id, mask=best_id < end, other=float("-inf"))
     while start < end:
         ids = start + lane
@@ -188,7 +188,7 @@ def _gumbel_kernel(
         runner_up = tl.max(tl.where(is_winner, second, near))
         best = tl.full((), float("-inf"), tl.float64)
         best_id = tl.full((), 2**31 - 1, tl.int32)
-        # Where 1 / temperature is not a float32, totals by float32 say nothing.
+        # Totals by float32 say nothing where 1 / temperature is none.
         bar = tl.where(temperature > 1e-30, nearest - MARGIN, float("-inf"))
         if runner_up < bar:
             bits = tl.sum(tl.where(is_winner, near_bits, near_bits * 0))

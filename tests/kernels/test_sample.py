@@ -183,7 +183,7 @@ def test_a_total_by_float32_is_within_half_of_the_margin(temperature: float, dev
         wanted = exact / math.log(2)
         counts = wanted > -100
         assert not counts.any() or float((near.double() - wanted)[counts].abs().max()) < MARGIN / 2
-        # What is lower than that stays so.
+        # Totals that are lower stay so.
         assert bool((near[~counts] < -90).all())
 
 

@@ -22,7 +22,7 @@ import torch
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.experts import Experts
-from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
 from radixmesh.kernels.moe.grouped_gemm import SlotRows
@@ -145,7 +145,10 @@ class DispatchedExperts(Experts):
         self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype, weighs_results=local.weighs_results)
 
-    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+    def add_to(
+        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+    ) -> None:
+        assert beside is None, "an MLP beside experts on other ranks is launched while rows travel"
         self.compute(self.send(x_TD, routes)())(residual_TD)
 
     def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
