@@ -1,6 +1,7 @@
 """Time to first token of the whole mesh, one request at a time, of this tree and another in turns. CPU only.
 
     python bench/first_token.py --requests 200 [--step-ms 8] [--against PATH-TO-ANOTHER-TREE] [--json FILE]
+    python bench/first_token.py --rung local_text --against . --other-rung mesh     # with text in the router, without
 
 The worker is simulated and every step takes one time, so what a first token takes beyond that is the mesh's. Both
 meshes run all the time, and requests go to one and to the other in turns: what else the machine does meets both. Prints
@@ -36,7 +37,8 @@ def main() -> int:
     trees = {"ours": _ROOT} | ({} if args.against is None else {"other": args.against.resolve()})
     before = os.getloadavg()
     with ExitStack() as meshes:
-        asked = {name: _Mesh(meshes.enter_context(_started(tree, args))) for name, tree in trees.items()}
+        rungs = {"ours": args.rung, "other": args.other_rung or args.rung}
+        asked = {name: _Mesh(meshes.enter_context(_started(tree, rungs[name], args))) for name, tree in trees.items()}
         pairs = []
         for number in range(args.requests):
             # The one that comes second may find caches warm.
@@ -83,9 +85,9 @@ class _Mesh:
         return line
 
 
-def _started(tree: Path, args: argparse.Namespace) -> subprocess.Popen[str]:
+def _started(tree: Path, rung: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     # -P: this file's own folder is no place to import the other tree's modules from.
-    command = [sys.executable, "-P", __file__, "--tree", str(tree), "--step-ms", str(args.step_ms)]
+    command = [sys.executable, "-P", __file__, "--tree", str(tree), "--rung", rung, "--step-ms", str(args.step_ms)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree / "bench")))}
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -100,7 +102,7 @@ async def _serve(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="first-token") as folder:
         settings = LadderSettings(step_ms=args.step_ms, transport="unix")
         async with running_ladder(settings, Path(folder)) as ladder, ladder.rungs() as rungs:
-            mesh, prompts = next(rung for rung in rungs if rung.name == "mesh"), ladder.prompts()
+            mesh, prompts = next(rung for rung in rungs if rung.name == args.rung), ladder.prompts()
             await one_at_a_time(mesh, prompts, _WARM_UP, _TOKENS)
             print("ready", flush=True)
             while await asyncio.to_thread(sys.stdin.readline):
@@ -116,6 +118,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200, help="per tree")
     parser.add_argument("--step-ms", type=float, default=8.0)
+    parser.add_argument("--rung", default="mesh", help="of bench/hops.py")
+    parser.add_argument("--other-rung", default=None, help="of the other tree; by default the same")
     parser.add_argument("--against", type=Path, default=None, help="the root of another tree")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--tree", type=Path, default=None, help=argparse.SUPPRESS)

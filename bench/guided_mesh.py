@@ -184,11 +184,20 @@ async def bombs(options: argparse.Namespace) -> dict[str, object]:
 
         await bystanders()
         before = await bystanders()
-        mask_bomb = {"model": NAME, "prompt": "a", "max_tokens": 1500, "ebnf": MASK_BOMB, "temperature": 0}
-        running = [asyncio.create_task(http.post("/v1/completions", json=mask_bomb, timeout=None)) for _ in range(2)]
+        mask_bomb = {"model": NAME, "prompt": "a", "max_tokens": 1500, "ebnf": MASK_BOMB, "min_tokens": 1500}
+        ended: list[float] = []
+
+        async def bombs_in_turn() -> None:
+            while True:  # One that has ended is followed by the next: as many run all the time.
+                began = time.monotonic()
+                await http.post("/v1/completions", json=mask_bomb, timeout=None)
+                ended.append(round(time.monotonic() - began, 2))
+
+        running = [asyncio.create_task(bombs_in_turn()) for _ in range(2)]
         await asyncio.sleep(options.ahead_s)
-        result["mask_bombs_running"] = sum(not task.done() for task in running)
         result["beside_masks"] = beside_masks = await bystanders()
+        result["mask_bombs_running"] = sum(not task.done() for task in running)
+        result["mask_bombs_ended_s"] = ended
         for task in running:
             task.cancel()
         answers: dict[str, list[object]] = {}

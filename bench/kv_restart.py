@@ -4,7 +4,7 @@
 
 A tiny model on CPUs, its worker in a process of its own, killed by SIGKILL and started again; prompts of random tokens,
 one at a time. For each way to keep KV: the prompts before the kill (nobody has seen them), and the same after it. Then
-two replicas over one Redis server: the second gets the prompts that the first has computed, and as many of its own.
+two replicas over one store, of each kind: the second gets the prompts that the first computed, and as many of its own.
 TTFT is from submit to the first token, at the scheduler; the hit rate is of all tokens of the prompts. Prints JSON.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.kv_stores import redis_server  # noqa: E402
+from support.kv_stores import SHARED, shared_store  # noqa: E402
 from support.running_daemon import running  # noqa: E402
 from support.serve_client import ServeClient, serve_client  # noqa: E402
 
@@ -136,6 +137,8 @@ async def restarts(options: argparse.Namespace, folder: Path) -> dict[str, objec
         "nothing": (),
         "disk": ("--kv-store", f"disk://{folder}/disk?budget=1GiB"),
         "segment": ("--host-kv-segment", str(folder / "segment")),
+        "nixl-file": ("--kv-store", f"nixl-file://{folder}/nixl?budget=1GiB&pool=64MiB"),
+        "mooncake": ("--kv-store", ""),
         "segment and disk": (
             "--host-kv-segment",
             str(folder / "both"),
@@ -144,27 +147,38 @@ async def restarts(options: argparse.Namespace, folder: Path) -> dict[str, objec
         ),
     }
     prompts, report = prompts_of(1, options.prompts), {}
-    for name, keep in ways.items():
-        async with replica(options, keep) as one:
-            before = await one.first_requests(prompts)
-            await asyncio.sleep(options.settle_s)  # The disk gets what was saved last.
-            claimed_s = await one.restart()
-            await one.first_requests([WARM_UP])
-            after = await one.first_requests(prompts)
-            report[name] = {"before_kill": before, "claimed_again_s": claimed_s, "after_kill": after}
+    for name in options.ways or ways:
+        keep = ways[name]
+        with contextlib.ExitStack() as servers:
+            if name == "mooncake":
+                keep = ("--kv-store", servers.enter_context(shared_store(name, folder)))
+            report[name] = await restart(options, keep, prompts)
     return report
 
 
+async def restart(options: argparse.Namespace, keep: Sequence[str], prompts: Sequence[list[int]]) -> dict[str, object]:
+    async with replica(options, keep) as one:
+        before = await one.first_requests(prompts)
+        await asyncio.sleep(options.settle_s)  # The store gets what was saved last.
+        claimed_s = await one.restart()
+        await one.first_requests([WARM_UP])
+        after = await one.first_requests(prompts)
+        return {"before_kill": before, "claimed_again_s": claimed_s, "after_kill": after}
+
+
 async def replicas(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Two replicas over one server: what the second finds of what the first has computed."""
-    shared, own = prompts_of(2, options.prompts), prompts_of(3, options.prompts)
-    with redis_server(folder) as url:
-        keep = ("--kv-store", url)
-        async with replica(options, keep) as first, replica(options, keep) as second:
-            computed = await first.first_requests(shared)
-            await asyncio.sleep(options.settle_s)
-            cold = await second.first_requests(own)
-            return {"first": computed, "second_own": cold, "second_shared": await second.first_requests(shared)}
+    """Two replicas over one store: what the second finds of what the first has computed."""
+    shared, own, report = prompts_of(2, options.prompts), prompts_of(3, options.prompts), {}
+    for scheme in options.media:
+        with shared_store(scheme, folder) as url:
+            keep = ("--kv-store", url)
+            async with replica(options, keep) as first, replica(options, keep) as second:
+                computed = await first.first_requests(shared)
+                await asyncio.sleep(options.settle_s)
+                cold = await second.first_requests(own)
+                warm = await second.first_requests(shared)
+                report[scheme] = {"first": computed, "second_own": cold, "second_shared": warm}
+    return report
 
 
 def prompts_of(seed: int, num: int) -> list[list[int]]:
@@ -195,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--device-prompts", type=int, default=3, help="prompts whose KV the device has room for")
+    parser.add_argument("--ways", nargs="*", help="what outlives the worker; all without")
+    parser.add_argument("--media", nargs="*", default=SHARED, choices=SHARED, help="of two replicas")
     parser.add_argument("--settle-s", type=float, default=5.0, help="from the last request to the kill")
     parser.add_argument("--write", type=Path, help="file for the results")
     options = parser.parse_args(argv)

@@ -1,10 +1,13 @@
-"""Faults of ranks that compute one model together on CPUs, and of their scheduler: every cell in a mesh of its own.
+"""Faults of ranks that compute one model together, and of their scheduler: tokens compared, stalls measured.
 
     python bench/rank_faults.py --times 10 --out bench/results/rank-faults.json
+    python bench/rank_faults.py --backend cuda --times 3 --beside 2 2 3 --seconds 190 --recovery-s 60 --out FILE
 
 Streams of tiny models stay open while a daemon is killed (SIGKILL) or stopped (SIGSTOP: it hangs in a collective or
 ahead of one, and the others wait for it), each time at a random moment. Every answer is compared with the known one.
-The file is written anew after each cell, and cells that it has are not run again.
+A mesh stays up for all faults of its kind, which it is given one by one: `rank_fault_mesh.py`, a process each. The file
+is written anew after each fault. A second run adds those that it lacks, cells that were seen least first. The second
+command is for two GPUs and 32 cores: meshes beside each other share the GPUs.
 """
 
 from __future__ import annotations
@@ -14,78 +17,150 @@ import asyncio
 import json
 import os
 import platform
-import random
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from rank_fault_mesh import MESHES, NUM_STREAMS, SERVICES, SIGNALS
 
-import torch
-from support import fault_injection
-from support.fault_injection import Kill, kill_once
-from support.jobs import recitations
-from support.mesh import running_mesh
-from support.stream_load import StreamLoad
-
-MESHES = {
-    "TP 2, tiny-llama": ("tp2", "tiny-llama"),
-    "TP 2, tiny-deepseek": ("tp2", "tiny-deepseek"),
-    "DP 2 + EP 2, tiny-deepseek": ("dp-ep", "tiny-deepseek"),
-}
-SERVICES = {"rank 0": "worker", "rank 1": "worker-rank-1", "scheduler": "scheduler"}
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-NUM_STREAMS = 6
-SEED = 18
-# Longer than a machine that is busy with other work takes to start a process that hung.
-RECOVERY_S = 240.0
+_SUMS = (
+    *("faults", "tokens_compared", "answers_completed", "requests_failed"),
+    *("answers_with_tokens_lost_repeated_or_changed", "page_violations", "bugs_logged"),
+)
+_CHILD = Path(__file__).with_name("rank_fault_mesh.py")
+# Meshes that take the place of one that failed.
+_MOST_STARTS = 3
+# From the last fault's beginning to the end of everything: a recovery, and answers that end.
+_LATE_S = 30.0
 
 
-async def run_cell(
-    mesh_name: str, service: str, number: signal.Signals, times: int, backend: str = "cpu"
-) -> dict[str, object]:
-    """Faults one after the other, as clients saw them."""
-    compose, model = MESHES[mesh_name]
-    fault_injection._RECOVERY_S = RECOVERY_S
-    pick = random.Random(f"{SEED} {mesh_name} {service} {number.name}")
-    kills: list[Kill] = []
-    async with running_mesh(compose, model=model, services=_settings(backend)) as mesh:
-        jobs = sorted(recitations(model, with_sampled=False), key=lambda job: len(job.answers[0].ids))
-        async with StreamLoad(mesh.client, jobs[-2 * NUM_STREAMS :], num_streams=NUM_STREAMS) as load:
-            await load.all_progressed(0.0)
-            try:
-                while len(kills) < times:
-                    kills += [await kill_once(mesh, load, SERVICES[service], number, pick)]
-            except TimeoutError:
-                for name in ("scheduler", "worker", "worker-rank-1", "router"):
-                    print(name, *mesh.cluster.recent_lines(name)[-25:], sep="\n", file=sys.stderr, flush=True)
-                print(mesh.cluster.processes, load.failures, kills, file=sys.stderr, flush=True)
-                raise
-        state = await mesh.scheduler_state()
-        wrong = [failure for failure in load.failures if ": got " in failure or " outputs, not " in failure]
-        return {
-            "faults": len(kills),
-            "answers_completed": load.num_completed,
-            "requests_failed": len(load.failures) - len(wrong),
-            "answers_with_tokens_lost_repeated_or_changed": len(wrong),
-            "page_violations": state.num_page_violations,
-            "bugs_logged": len(mesh.bugs),
-            "longest_stall_s": max(kill.stall_s for kill in kills),
-            "longest_back_s": max(kill.back_s for kill in kills),
-            "stalls_s": [kill.stall_s for kill in kills],
-            "first_failures": load.failures[:3],
-        }
+class Board:
+    """Faults that are still to be made, and what was seen of those that were. The file is written with each change."""
+
+    def __init__(
+        self, out: Path, found: dict[str, Any], cells: Sequence[str], times: int, seen: Mapping[str, int]
+    ) -> None:
+        """seen: faults of cells in other files, for the order alone."""
+        self._out, self.found, self._cells, self._times, self._seen = out, found, cells, times, seen
+        self._under_way = Counter[str]()
+
+    def next(self, kind: str) -> str | None:
+        """The cell whose turn it is on a mesh of this kind; None: nothing is left to do on it."""
+        left = [cell for cell in self._cells if cell.startswith(f"{kind}; ") and self._num(cell) < self._times]
+        if not left:
+            return None
+        cell = min(left, key=lambda cell: (self._num(cell) + self._seen.get(cell, 0), self._cells.index(cell)))
+        self._under_way[cell] += 1
+        return cell
+
+    def note(self, cell: str, told: Mapping[str, Any], *, is_over: bool = True) -> None:
+        """Adds what a mesh told. is_over: of the fault that next() named; otherwise of what came behind it."""
+        row = self.found["cells"].setdefault(cell, {"faults": 0})
+        if is_over:
+            self._under_way[cell] -= 1
+        if "error" in told:
+            row.setdefault("errors", []).append(told["error"])
+        for name in _SUMS:
+            row[name] = row.get(name, 0) + told.get(name, 0)
+        for name in ("stall", "back"):
+            if f"{name}_s" in told:
+                row.setdefault(f"{name}s_s", []).append(told[f"{name}_s"])
+                row[f"longest_{name}_s"] = max(row[f"{name}s_s"])
+        row["first_failures"] = [*row.get("first_failures", []), *told.get("failures", [])][:3]
+        row["seconds"] = round(row.get("seconds", 0.0) + told.get("seconds", 0.0), 1)
+        row["load_average"] = round(os.getloadavg()[0], 1)
+        self.write()
+        print(json.dumps({cell: told}), file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        beside = self._out.with_suffix(".part")
+        beside.write_text(json.dumps(self.found, indent=1) + "\n")
+        # A kill amid this leaves the former file.
+        beside.replace(self._out)
+
+    def _num(self, cell: str) -> int:
+        row = self.found["cells"].get(cell, {})
+        return row.get("faults", 0) + len(row.get("errors", ())) + self._under_way[cell]
 
 
-def _settings(backend: str) -> dict[str, dict[str, object]]:
-    """Of the ranks; on GPUs in float32, in which the tiny models recite."""
-    if backend == "cpu":
-        return {"worker-rank-1": {"cpu_threads": 1}}
-    num_gpus = max(1, torch.cuda.device_count())
-    # So many pages, so that cells may run beside each other.
-    cuda = {"backend": "cuda", "dtype": "float32", "num_pages": 8192}
-    return {"worker": {**cuda, "cuda_device": 0}, "worker-rank-1": {**cuda, "cuda_device": 1 % num_gpus}}
+async def _serve(board: Board, kind: str, number: int, args: argparse.Namespace, until: float, after: asyncio.Event,
+                 is_up: asyncio.Event) -> None:  # fmt: skip
+    """Makes faults on meshes of one kind, one mesh at a time, until none is left or the time is over. after: begins
+    only then; is_up: set when the first of them serves, or did not come to that."""
+    await after.wait()
+    for start in range(_MOST_STARTS):
+        cell = None if time.monotonic() >= until else board.next(kind)
+        if cell is None:
+            break
+        words = ("--kind", kind, "--backend", args.backend, "--number", str(number), "--recovery-s", args.recovery_s)
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, _CHILD, *map(str, words), "--start", str(start), stdin=pipe, stdout=pipe
+        )
+        try:
+            latest = until + args.recovery_s + _LATE_S - time.monotonic()
+            await asyncio.wait_for(_make_faults(board, kind, cell, child, until, is_up), latest)
+        except TimeoutError:
+            print(f"{kind} {number} made no end", file=sys.stderr, flush=True)
+        finally:
+            is_up.set()
+            with suppress(ProcessLookupError):
+                child.terminate()
+            await child.wait()
+    is_up.set()
+
+
+async def _make_faults(
+    board: Board, kind: str, cell: str | None, child: asyncio.subprocess.Process, until: float, is_up: asyncio.Event
+) -> None:
+    """Until the mesh tells an error, or nothing is left; then its streams end, and it says what became of them."""
+    assert child.stdin is not None and child.stdout is not None
+    told = await _told(child)
+    is_up.set()
+    last = cell
+    while cell is not None and "error" not in told:
+        if time.monotonic() >= until:
+            board.note(cell, {})
+            break
+        _, service, number = cell.split("; ")
+        child.stdin.write(f"{json.dumps({'service': service, 'signal': number})}\n".encode())
+        told, last = await _told(child), cell
+        board.note(cell, told)
+        cell = None if "error" in told else board.next(kind)
+    if "error" in told:
+        if last is cell:
+            board.note(last, told)
+        return
+    child.stdin.close()
+    if last is not None:
+        board.note(last, await _told(child), is_over=False)
+
+
+async def _told(child: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert child.stdout is not None
+    line = await child.stdout.readline()
+    told: dict[str, Any] = json.loads(line) if line else {"error": "the process of the mesh ended"}
+    return told
+
+
+async def run(board: Board, args: argparse.Namespace) -> None:
+    until = time.monotonic() + (args.seconds or 1e9)
+    async with asyncio.TaskGroup() as tasks:
+        first = asyncio.Event()
+        first.set()
+        ups = {kind: asyncio.Event() for kind in args.meshes}
+        for number in range(max(args.beside)):
+            for kind, num_beside in zip(args.meshes, args.beside, strict=True):
+                if number >= num_beside:
+                    continue
+                # The first one compiles kernels, which the others find.
+                after = ups[kind] if number else first
+                tasks.create_task(_serve(board, kind, number, args, until, after, ups[kind]))
 
 
 def main() -> None:
@@ -95,31 +170,45 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--services", nargs="+", default=list(SERVICES), choices=list(SERVICES))
     parser.add_argument("--signals", nargs="+", default=[number.name for number in SIGNALS])
+    parser.add_argument("--cells", nargs="+", default=[], help="words, such as 'rank 1; SIGSTOP': cells with none of "
+                        "them are left out")  # fmt: skip
     parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"), help="cuda: rank r on GPU r")
+    parser.add_argument("--beside", type=int, nargs="+", default=[1], help="meshes of a kind at a time: one number, or "
+                        "one for each of --meshes")  # fmt: skip
+    parser.add_argument("--seconds", type=float, help="time after which no fault begins")
+    parser.add_argument("--recovery-s", type=float, default=240.0, help="longest that a fault may take")
+    parser.add_argument("--seen", type=Path, help="another file, cells of which come last")
     args = parser.parse_args()
+    if len(args.beside) == 1:
+        args.beside *= len(args.meshes)
+    if len(args.beside) != len(args.meshes):
+        parser.error(f"--beside has {len(args.beside)} numbers for {len(args.meshes)} kinds of meshes")
     found = json.loads(args.out.read_text()) if args.out.exists() else {"cells": {}}
     found |= {
-        "command": f"python bench/rank_faults.py --times {args.times}",
+        "command": f"python {' '.join(sys.argv)}",
         "machine": f"{os.cpu_count()} cores, shared with other work",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version()},
         "streams": NUM_STREAMS,
     }
-    for name in args.meshes:
-        for service in args.services:
-            for number in (signal.Signals[name] for name in args.signals):
-                cell = f"{name}; {service}; {number.name}"
-                if found["cells"].get(cell, {}).get("faults", 0) >= args.times:
-                    continue
-                began, load = time.monotonic(), os.getloadavg()[0]
-                try:
-                    row = asyncio.run(run_cell(name, service, number, args.times, args.backend))
-                except Exception as error:  # A cell that did not end is a finding too.
-                    row = {"faults": 0, "error": repr(error)[:500]}
-                loads = [round(each, 1) for each in (load, os.getloadavg()[0])]
-                row |= {"seconds": round(time.monotonic() - began, 1), "load_average": loads}
-                found["cells"][cell] = row
-                args.out.write_text(json.dumps(found, indent=1) + "\n")
-                print(json.dumps({cell: row}), file=sys.stderr, flush=True)
+    if args.backend == "cuda":
+        import torch
+
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found |= {"machine": f"{os.cpu_count()} cores, {', '.join(gpus)}"}
+        found["versions"]["torch"] = torch.__version__
+    cells = [
+        f"{kind}; {service}; {signal.Signals[name].name}"
+        for kind in args.meshes
+        for service in args.services
+        for name in args.signals
+    ]
+    cells = [cell for cell in cells if not args.cells or any(word in cell for word in args.cells)]
+    other = json.loads(args.seen.read_text())["cells"] if args.seen else {}
+    board = Board(args.out, found, cells, args.times, {cell: row["faults"] for cell, row in other.items()})
+    began = time.monotonic()
+    asyncio.run(run(board, args))
+    found["seconds"] = round(time.monotonic() - began, 1)
+    board.write()
     print(json.dumps(found))
 
 

@@ -196,7 +196,7 @@ def _kills(parts: Mapping[str, Any]) -> list[str]:
             f"{stages['group_formed']:.1f}. {len(seen)} of 18 cells of the fault matrix (ranks and the scheduler, "
             "killed or stopped; TP 2 and DP 2 + EP 2) ran beside each other on two GPUs: "
             f"{failed} answers failed, lost or repeated a token, longest stall {longest:.1f} s. "
-            f"Not seen: {matrix['not_seen'].split('.')[0]}."
+            + (f"Not seen: {matrix['not_seen'].split('.')[0]}." if "not_seen" in matrix else "")
         ),
         "",
     ]

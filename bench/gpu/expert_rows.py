@@ -37,7 +37,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.choice import EP_TRANSPORTS, 
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.cuda.experts import Experts
-from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.kernels.moe.grouped_gemm import SlotRows
 from radixmesh.kernels.moe.route import Routes
 
@@ -52,9 +52,7 @@ class _Free(Experts):
     def __init__(self) -> None:
         self._results: dict[torch.Size, torch.Tensor] = {}
 
-    def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
-    ) -> None:
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
         raise AssertionError("all experts are divided among ranks")
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:

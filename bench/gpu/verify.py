@@ -7,6 +7,11 @@ right, so that lengths grow as they do without; a step costs the same whatever i
 last token and the drafts. ratio: the step's time over that of a plain one of as many rows. break_even: tokens that a
 row must yield beside the first, of the drafts, for a token to cost as much as without. --results: file of what is
 known so far, after each case.
+
+--trace adds to each case microseconds of a plain step and of one that verifies, by kind of kernel and by kernel, from
+a profiler trace of --steps steps (what several kernels share is the first one's; idle: none runs), and the kernels of
+the middle of a step in order: each one's duration, and its start after the end of those before it (negative: under PDL
+it begins beside them).
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,9 +38,11 @@ from gpu.kept import Kept
 from gpu.mesh import gpu_name
 from gpu.shapes import write_shape
 from gpu.steps import Bench
+from gpu.where import STEP_KERNEL, Span, spent, table
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.runtime.telemetry.logs import configure_logging
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
@@ -41,6 +50,10 @@ from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.speculation.settings import Speculation
 
 _DRAFT = 11
+# Steps at the start of a trace that are left out: the first ones wait for each other.
+_LEFT_OUT = 8
+# Kernels of the middle of a step that are shown in order: two layers and some.
+_IN_ORDER = 16
 
 
 def wrong_drafts(sample: SampleInput, most: int) -> Sequence[int]:
@@ -92,6 +105,47 @@ class VerifyBench(Bench):
         }
 
 
+def traced(work: Callable[[], object]) -> dict[str, object]:
+    """Microseconds of a step by kind and by kernel, and the kernels of the middle of the last step in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spans = [
+        Span(float(event.time_range.start), float(event.time_range.end), event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return by_step(sorted(spans))
+
+
+def by_step(spans: Sequence[Span]) -> dict[str, object]:
+    """spans: by start, of more than `_LEFT_OUT` steps."""
+    ends = [index for index, span in enumerate(spans) if STEP_KERNEL in span.name]
+    first, last = ends[_LEFT_OUT], ends[-1]
+    window = spent([Span(spans[first].end, spans[first].end, "begin"), *spans[first + 1 : last + 1]])
+    figures = table([window])
+    counts: dict[str, int] = {}
+    for span in spans[first + 1 : last + 1]:
+        counts[span.name[:60]] = counts.get(span.name[:60], 0) + 1
+    num_steps = len(ends) - 1 - _LEFT_OUT
+    middle = (ends[-2] + last) // 2
+    overs = list(accumulate((span.end for span in spans), max))
+    order = [
+        {
+            "kernel": spans[index].name[:60],
+            "after": round(spans[index].start - overs[index - 1], 2),
+            "us": round(spans[index].end - spans[index].start, 2),
+        }
+        for index in range(middle, min(middle + _IN_ORDER, last))
+    ]
+    return {
+        "us": round(window.total_us / num_steps, 1),
+        **{name: figures[name] for name in ("us_per_step", "us_per_step_of_kernels", "others_us")},
+        "launches_per_step": {name: round(count / num_steps, 2) for name, count in counts.items()},
+        "in_order": order,
+    }
+
+
 def _admit(slot: int, prompt_len: int, max_total_len: int) -> Admit:
     return Admit(
         slot=slot,
@@ -109,8 +163,6 @@ def verifying_runner(
     max_drafts: int,
     speculation: Speculation | None = None,
     prepare: Callable[[Path], None] = lambda folder: None,
-    *,
-    few_rows_gemm: bool = False,
 ) -> DeviceRunner:
     """Random weights of that shape, with kernels that take drafts, and GEMMs tuned for max_drafts of a row.
     speculation: of a network that drafts. prepare: completes the model's folder."""
@@ -129,7 +181,6 @@ def verifying_runner(
         deterministic=False,
         speculation=speculation,
         max_drafts=max_drafts,
-        few_rows_gemm=few_rows_gemm,
     )
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
@@ -144,9 +195,11 @@ def main() -> None:
     parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 5, 8])
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--few-rows", action="store_true", help="kernels/gemm_sm90/few_rows.cu competes for few rows")
+    parser.add_argument("--trace", action="store_true", help="where both kinds of steps spend their time")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
+    # Choices of the autotuner, to stderr.
+    configure_logging("info", "worker", "bench")
     with Kept(args.results) as kept:
         measure(args, kept)
 
@@ -161,11 +214,12 @@ def measure(args: argparse.Namespace, kept: Kept) -> None:
     cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
     results = []
     for positions in args.positions:
-        runner = verifying_runner(args.shape, max(args.rows), positions - 1, few_rows_gemm=args.few_rows)
+        runner = verifying_runner(args.shape, max(args.rows), positions - 1)
         bench = VerifyBench(runner, num_slots=max(args.rows))
         bench.decode(1, 200, 100)
         plain = {case: bench.decode(*case, args.steps)[0] * 1e3 for case in cases}
         print(json.dumps({str(case): round(ms, 3) for case, ms in plain.items()}), file=sys.stderr, flush=True)
+        plain_traces = {case: traced(partial(bench.decode, *case, args.steps)) for case in cases if args.trace}
         runner.verify(EachRow(wrong_drafts), max_drafts=positions - 1, graph_rows=tuple(sorted(args.rows)))
         for num_rows, context in cases:
             got = bench.verify(num_rows, context, args.steps)
@@ -173,8 +227,11 @@ def measure(args: argparse.Namespace, kept: Kept) -> None:
             case = {"rows": num_rows, "context": context, "positions": positions}
             of_plain = {"plain_ms": round(plain[num_rows, context], 3), "ratio": round(ratio, 3)}
             results.append({**case, **got, **of_plain, "break_even": round(ratio - 1, 3)})
-            kept.note(steps=results)
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+            if args.trace:
+                verify_trace = traced(partial(bench.verify, num_rows, context, args.steps))
+                results[-1] |= {"plain_trace": plain_traces[num_rows, context], "verify_trace": verify_trace}
+            kept.note(steps=results)
         # A worker has the memory to itself; a runner is part of cycles.
         del runner, bench
         gc.collect()

@@ -44,9 +44,12 @@ KINDS = {
     "SiLU and multiply": r"_silu_",
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "sampling": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
-    "a step's numbers": r"_fetch_step|_scatter_embed|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
-    "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear",
+    "drafts": r"_expand_kernel|_accept_kernel|_ngram|_follow|_chain_kernel",
+    "a step's numbers": r"_fetch_|_scatter_embed|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
+    "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|few_rows",
 }
+STEP_KERNEL = "_highest_kernel"
+"""A step has one of these, near its end."""
 _NUM_KERNELS = 24
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -88,7 +91,7 @@ def spent(spans: Iterable[Span]) -> Spent:
         if kind == "others":
             others[span.name[:60]] += own
         over = max(over, span.end)
-    return Spent(dict(by_kind), dict(by_kernel), dict(others), sum("_highest_kernel" in span.name for span in ordered))
+    return Spent(dict(by_kind), dict(by_kernel), dict(others), sum(STEP_KERNEL in span.name for span in ordered))
 
 
 def kind_of(name: str) -> str:

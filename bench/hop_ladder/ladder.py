@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.text_decoder import family_of
+from radixmesh.daemons.router.peers.local_text import LOAD_AFTER_S
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
@@ -31,18 +33,23 @@ _TEXT = (
     "it was the epoch of belief, it was the epoch of incredulity, it was the season of Light"
 )
 _MAX_ENTRIES = 4096
+# A tiny vocabulary, on a busy machine.
+_LOADED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderSettings:
     """step_ms: every step of the simulated worker takes exactly so long, whatever is in it.
 
-    Nothing else varies with the load then, so what differs between rungs is theirs. num_pages: enough that no rung
-    evicts, since the daemons' rungs share one cache and the others have their own.
+    Nothing else varies with the load then, so what differs between rungs is theirs. cores_each: as of Processes.
+    busy_poll_s: of routers and scheduler.
+    num_pages: enough that no rung evicts, since the daemons' rungs share one cache and the others have their own.
     """
 
     step_ms: float
     transport: str = "unix"
+    cores_each: int | None = None
+    busy_poll_s: float = 0.0
     num_pages: int = 1 << 19
 
     def worker(self) -> WorkerSettings:
@@ -84,9 +91,13 @@ class Ladder:
         await start("worker", "worker", self.settings.worker_flags())
         await start("tokenizer", "tokenizer", {"model": MODEL})
         await start("detokenizer", "detokenizer", {"model": MODEL})
-        await start("scheduler", "scheduler", {"workers": address("worker")})
+        busy_poll = {"busy_poll_s": self.settings.busy_poll_s} if self.settings.busy_poll_s else {}
+        await start("scheduler", "scheduler", {"workers": address("worker"), **busy_poll})
         peers = {f"{name}s": address(name) for name in ("tokenizer", "detokenizer", "scheduler")}
+        peers |= busy_poll
         await start("router", "router", peers)
+        await start("router_with_text", "router", peers | {"tokenizer_path": MODEL})
+        await asyncio.sleep(LOAD_AFTER_S + _LOADED_S)
 
     def thread_link(self) -> ThreadLink:
         """A worker of its own on a thread of this process."""
@@ -113,6 +124,7 @@ class Ladder:
             alone = await stack.enter_async_context(self._engine(self.thread_link()))
             split = await stack.enter_async_context(self._engine(self.execute_link(self.settings.transport)))
             client = await stack.enter_async_context(AsyncClient([address("router")]))
+            local = await stack.enter_async_context(AsyncClient([address("router_with_text")]))
             serve = ServeStream(address("scheduler"))
             await serve.open()
             stack.push_async_callback(serve.close)
@@ -123,6 +135,13 @@ class Ladder:
                 ),
                 ServeRung(name="scheduler", adds="Serve (ids only)", pids=scheduler, serve=serve),
                 RouterRung(name="router_ids", adds="Generate (ids only)", pids=router, client=client, is_text=False),
+                RouterRung(
+                    name="local_text",
+                    adds="text in the router (--tokenizer-path)",
+                    pids=scheduler | {"router": pid("router_with_text")},
+                    client=local,
+                    is_text=True,
+                ),
                 RouterRung(name="mesh", adds="Encode, Detokenize (text)", pids=mesh, client=client, is_text=True),
             ]
 
@@ -142,7 +161,7 @@ class Ladder:
 @asynccontextmanager
 async def running_ladder(settings: LadderSettings, folder: Path) -> AsyncIterator[Ladder]:
     """A ladder whose daemons serve; none is left behind."""
-    async with Processes(folder, settings.transport) as processes:
+    async with Processes(folder, settings.transport, cores_each=settings.cores_each) as processes:
         ladder = Ladder(settings, processes)
         await ladder.start()
         yield ladder

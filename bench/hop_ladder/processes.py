@@ -23,11 +23,16 @@ class Processes:
     """An async context manager that kills what it started.
 
     transport: "unix" or "tcp", what the daemons listen on. start_s: how long a daemon
-    may take to serve. folder: for sockets and logs. addresses: by name.
+    may take to serve. folder: for sockets and logs. addresses: by name. cores_each: every process gets so many cores
+    that are no other daemon's, while there are some; None: all have all.
     """
 
-    def __init__(self, folder: Path, transport: str, *, start_s: float = _START_S) -> None:
+    def __init__(
+        self, folder: Path, transport: str, *, start_s: float = _START_S, cores_each: int | None = None
+    ) -> None:
         self._folder = folder
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._cores_each = cores_each
         self._transport = transport
         self._start_s = start_s
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -82,6 +87,10 @@ class Processes:
         for flag, value in values.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         self._running[name] = _start(command, log_file)
+        if self._cores_each is not None and len(self._cores) >= self._cores_each:
+            # It has one thread yet, of which all others inherit this.
+            cores, self._cores = self._cores[: self._cores_each], self._cores[self._cores_each :]
+            os.sched_setaffinity(self._running[name].pid, cores)
         deadline = time.monotonic() + self._start_s
         while not address_file.exists() or await check_health(address_file.read_text().split()[0]) != "SERVING":
             if self._running[name].poll() is not None or time.monotonic() > deadline:

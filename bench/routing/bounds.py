@@ -50,9 +50,16 @@ def first_burst_s(
 
     burst: (tokens, keys of whole blocks) of the prompts that come at once when caches are empty; num_requests: of the
     whole run. All but the few that the quantile leaves out have to be computed by then, what they share once at least,
-    and what all of them share once on each replica that takes part.
+    and what all of them share once on each replica that takes part. And prefixes are whole: of more than there are
+    replicas some replica computes two.
     """
     left_out = num_requests - 1 - int(share * (num_requests - 1))
+    least = max(_least_shares(burst, replicas, left_out), _least_groups(burst, replicas, left_out))
+    return least * cost.token + -(-least // STEP_TOKENS) * cost.base
+
+
+def _least_shares(burst: Sequence[tuple[int, list[bytes]]], replicas: int, left_out: int) -> float:
+    """Tokens of the replica with most of them, were prompts divided at will."""
     holders = Counter(key for _, blocks in burst for key in blocks)
     common = BLOCK * sum(holders[key] == len(burst) for key in holders)
     # A block counts for each of its holders in part: leaving requests out saves their parts at most.
@@ -60,5 +67,20 @@ def first_burst_s(
     own = sum(sorted(parts)[: max(0, len(parts) - left_out)]) - common
     if own <= 0:
         return 0.0
-    least = min(common + own / used for used in range(1, replicas + 1))
-    return least * cost.token + -(-least // STEP_TOKENS) * cost.base
+    return min(common + own / used for used in range(1, replicas + 1))
+
+
+def _least_groups(burst: Sequence[tuple[int, list[bytes]]], replicas: int, left_out: int) -> float:
+    """Tokens of the replica with most of them, were each group of prompts with one beginning no more than its shortest
+    prompt: a replica that has any of a group computes that much, and some replica has its share of the groups."""
+    groups: dict[bytes, list[int]] = {}
+    for tokens, blocks in burst:
+        if blocks:
+            groups.setdefault(blocks[0], []).append(tokens)
+    num_groups = len(groups)
+    for size in sorted(map(len, groups.values())):
+        if size > left_out:
+            break
+        left_out -= size
+        num_groups -= 1
+    return float(sum(sorted(map(min, groups.values()))[: -(-num_groups // replicas)]))

@@ -137,6 +137,7 @@ class ReplicaModel:
     revision: int = 0
     last_sequence: int = 0
     prefilled: int = 0
+    chunk_tokens: int = _CHUNK
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
@@ -202,14 +203,17 @@ class ReplicaModel:
         chunks: dict[Job, int] = {}
         for job in self.running:
             if job.to_prefill and budget > 0:
-                chunks[job] = min(job.to_prefill, budget, _CHUNK)
+                chunks[job] = min(job.to_prefill, budget, self.chunk_tokens)
                 budget -= chunks[job]
         parked: list[Job] = []
+        awaited: dict[Job, int] = {}
         while budget > 0 and self.waiting and len(self.running) < _SLOTS:
             job = self.waiting.popleft()
             hit = self.cache.match(job.blocks)
-            if self._is_computed_by_another(job, hit):
+            leader = self._leader_of(job, hit)
+            if leader is not None:
                 parked.append(job)
+                awaited[leader] = max(awaited.get(leader, 0), _num_common(job, leader))
                 continue
             # The last token is always computed.
             hit = min(hit, (job.num_prompt - 1) // BLOCK)
@@ -224,19 +228,27 @@ class ReplicaModel:
             job.to_prefill = job.num_prompt - hit * BLOCK
             job.to_decode = job.num_output
             self.running.append(job)
-            chunks[job] = min(job.to_prefill, budget, _CHUNK)
+            chunks[job] = min(job.to_prefill, budget, self.chunk_tokens)
             budget -= chunks[job]
         self.waiting.extendleft(reversed(parked))
+        for job, blocks in awaited.items():
+            # Tokens that are left of the step go to prefixes that others wait for.
+            planned = job.num_prompt - job.to_prefill + chunks.get(job, 0)
+            end = blocks * BLOCK if job.num_prompt - blocks * BLOCK > self.chunk_tokens else job.num_prompt
+            more = min(budget, end - planned)
+            if more > 0:
+                chunks[job] = chunks.get(job, 0) + more
+                budget -= more
         return chunks
 
-    def _is_computed_by_another(self, job: Job, hit: int) -> bool:
-        """True if the prompt's next block is one that a running job is to compute: it waits, and finds it cached."""
+    def _leader_of(self, job: Job, hit: int) -> Job | None:
+        """The running job that is to compute the prompt's next block: this one waits, and finds it cached."""
         if hit >= len(job.blocks) or hit >= (job.num_prompt - 1) // BLOCK:
-            return False
-        return any(
-            other.to_prefill and len(other.blocks) > hit and other.blocks[hit] == job.blocks[hit]
-            for other in self.running
-        )
+            return None
+        for other in self.running:
+            if other.to_prefill and len(other.blocks) > hit and other.blocks[hit] == job.blocks[hit]:
+                return other
+        return None
 
     def _cache_computed(self, job: Job) -> None:
         computed = (job.num_prompt - job.to_prefill) // BLOCK
@@ -245,3 +257,9 @@ class ReplicaModel:
         self.cache.insert(job.blocks[:computed], job.ids)
         self.cache.hold(new, 1)
         job.num_held = max(job.num_held, computed)
+
+
+def _num_common(job: Job, other: Job) -> int:
+    """Blocks that two prompts have in common."""
+    pairs = enumerate(zip(job.blocks, other.blocks, strict=False))
+    return next((index for index, (one, its) in pairs if one != its), min(len(job.blocks), len(other.blocks)))

@@ -15,6 +15,8 @@ from radixmesh.daemons.router.discovery.sources import make_sources
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.frame_stream import Dial
+from radixmesh.daemons.router.peers.local_detokenizer import LocalDetokenizer
+from radixmesh.daemons.router.peers.local_text import LocalText
 from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
@@ -65,12 +67,20 @@ def make_router(
     hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
     times = RequestTimes(metrics, tracer, clock)
+    text = None
+    if settings.tokenizer_path is not None:
+        text = LocalText(
+            settings.tokenizer_path,
+            lambda: _tokenizers_of(flow.schedulers),
+            clock,
+            on_encoded=metrics.local_encodes.inc,
+        )
     flow = OutputFlow(
         journal,
         metrics,
         times,
         make_schedulers=partial(_make_schedulers, settings, peers, hello, metrics, times, clock),
-        make_detokenizers=partial(_make_detokenizers, settings, peers, hello, clock),
+        make_detokenizers=partial(_make_detokenizers, settings, peers, hello, text, clock),
         clock=clock,
     )
     tokenizers = TokenizerPool(
@@ -78,6 +88,7 @@ def make_router(
         wait_s=settings.tokenizer_wait_s,
         hedge_s=settings.tokenizer_hedge_s,
         is_expected=bool(settings.tokenizers),
+        **({} if text is None else {"encode_here": text.encode}),
     )
     maker = RequestMaker(
         journal,
@@ -108,8 +119,14 @@ def make_router(
         progress=progress,
         metrics=metrics,
         times=times,
+        text=text,
         clock=clock,
     )
+
+
+def _tokenizers_of(schedulers: SchedulerPool) -> list[str]:
+    """Fingerprints of the tokenizers of all that is served."""
+    return [link.identity.tokenizer_fingerprint for link in schedulers.links if link.identity is not None]
 
 
 def _make_schedulers(
@@ -158,10 +175,17 @@ def _make_waiting(settings: RouterSettings, metrics: Metrics, clock: Callable[[]
 
 
 def _make_detokenizers(
-    settings: RouterSettings, peers: Peers, hello: common_pb2.Hello, clock: Callable[[], float], flow: OutputFlow
+    settings: RouterSettings,
+    peers: Peers,
+    hello: common_pb2.Hello,
+    text: LocalText | None,
+    clock: Callable[[], float],
+    flow: OutputFlow,
 ) -> DetokenizerPool:
+    has_local = text is not None and settings.local_outputs > 0
     return DetokenizerPool(
         lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.peer_timeout_s, hello, flow, clock),
         settings.detokenizer_wait_s,
         clock=clock,
+        local=LocalDetokenizer(text, settings.local_outputs, flow, clock) if text is not None and has_local else None,
     )

@@ -17,6 +17,7 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.discovery.discovery import Discovery
 from radixmesh.daemons.router.discovery.retirement import Retirement
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
+from radixmesh.daemons.router.peers.local_text import LOAD_AFTER_S, LocalText
 from radixmesh.daemons.router.peers.schedulers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.peers.schedulers.served_models import ServedModel
 from radixmesh.daemons.router.requests.delivery import Delivery
@@ -72,9 +73,11 @@ class Router:
         progress: Progress,
         metrics: Metrics,
         times: RequestTimes | None = None,
+        text: LocalText | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._text = text
         self._clock = clock
         self._journal = journal
         self._flow = flow
@@ -101,6 +104,11 @@ class Router:
         return self._maker.num_tokenizers
 
     @property
+    def has_text(self) -> bool:
+        """The served model's tokenizer is in this process."""
+        return self._text is not None and self._text.vocabulary is not None
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 
@@ -117,6 +125,12 @@ class Router:
         """Runs for ever: connects to the replicas that names and sources tell, and lets those go that have left."""
         watchers = (watcher.run() for watcher in self._peer_watchers)
         await asyncio.gather(*watchers, self.discovery.run(), self.members.run())
+
+    async def load_text(self) -> None:
+        """Reads the served model's tokenizer, if this router is to have it; until then requests go without."""
+        if self._text is not None:
+            await asyncio.sleep(LOAD_AFTER_S)
+            await self._text.load()
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -148,6 +162,8 @@ class Router:
             self._progress.completed(num_messages)
         self._progress.work_pending(num_late)
         self._metrics.journal_bytes.set(self._journal.num_bytes)
+        if self.detokenizers.local is not None:
+            self._metrics.local_outputs.set(self.detokenizers.local.num_entries)
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
         self._metrics.router_queue_bytes.set(self.schedulers.waiting.num_bytes)
         self._metrics.router_credits.set(self.schedulers.placement.num_credits)

@@ -44,6 +44,8 @@ class SchedulerSettings(CommonSettings):
     pipeline_depth: str = setting(
         "auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...", deprecated=("depth",)
     )
+    hold_plans: bool = setting(True, "the plan behind a long step leaves shortly before that ends, with requests that "
+        "come until then; only where the pipeline depth is auto")  # fmt: skip
     chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
@@ -100,6 +102,11 @@ class SchedulerSettings(CommonSettings):
         "computed")  # fmt: skip
     kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
         "host")  # fmt: skip
+    busy_poll_s: float = setting(
+        0.0,
+        "seconds after the last request for which this process polls for messages instead of sleeping: a first token "
+        "waits less for it, and it takes a core meanwhile; 0: it sleeps",
+    )
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -128,6 +135,8 @@ class SchedulerSettings(CommonSettings):
                 "--max-queue, --max-overtake-factor, --max-preemptions and --prefill-align-steps must be >= 0 and "
                 "--step-timeout-s > 0"
             )
+        if not self.busy_poll_s >= 0:
+            raise ValueError(f"--busy-poll-s must be >= 0, not {self.busy_poll_s}")
         if not 0.0 <= self.expert_balance_threshold <= 1.0 or not self.expert_balance_interval_s > 0:
             raise ValueError("--expert-balance-threshold must be in [0, 1] and --expert-balance-interval-s > 0")
         choices: Iterable[str]

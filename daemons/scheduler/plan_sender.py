@@ -9,6 +9,7 @@ from typing import Protocol
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.timing.plan_hold import PlanHold
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.step_timeout import StepTimeout
@@ -23,7 +24,8 @@ class PlanStream(Protocol):
 
 
 class PlanSender:
-    """Of one scheduler. depth: plans ahead, None: by the lookahead rule. timeout: told of the first plan of a pause."""
+    """Of one scheduler. depth: plans ahead, None: by the lookahead rule. timeout: told of the first plan of a pause.
+    holds_plans: see PlanHold; a fixed depth holds none."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class PlanSender:
         clock: Callable[[], float],
         *,
         depth: int | None,
+        holds_plans: bool = True,
         metrics: SchedulerMetrics | None = None,
     ) -> None:
         self._planner = planner
@@ -40,7 +43,10 @@ class PlanSender:
         self._depth = depth
         self._metrics = metrics
         self.lookahead = Lookahead(depth=depth, max_in_flight=1)
-        self._last_sent_s = clock()
+        self.hold = PlanHold(planner.estimate, planner.token_time)
+        self._holds_plans = holds_plans and depth is None
+        self._last_sent_s = self._last_answered_s = clock()
+        self._is_holding, self._late_step = False, 0  # The step whose plan was still held when that before it ended.
         # Steps sent while nothing ran, and the device time of their results.
         self._sent_idle, self._sent_idle_us = range(0), 0.0
         self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
@@ -48,12 +54,14 @@ class PlanSender:
     def begin_epoch(self, max_in_flight: int) -> None:
         """max_in_flight: plans that the workers take at a time."""
         self._sent_idle = range(0)
+        self._is_holding, self._late_step = False, 0
         self._batch_ends.clear()
         self.lookahead = Lookahead(depth=self._depth, max_in_flight=max_in_flight)
         self._last_sent_s = self._clock()
 
-    async def send_plans(self, stream: PlanStream) -> None:
-        """Sends what the planner has to do, as far ahead as the lookahead wants."""
+    async def send_plans(self, stream: PlanStream) -> float:
+        """Sends what the planner has to do, as far ahead as the lookahead wants. Returns seconds for which the next
+        plan is held: call again then, and at each result; 0 = none is."""
         planner = self._planner
         batch: list[StepPlan] = []
         size = 1
@@ -63,9 +71,17 @@ class PlanSender:
             if not is_filling and not self.lookahead.wants_more(len(steps), self._queued_us(steps)):
                 break
             now = self._clock()
+            if steps and not batch and self._holds_plans:
+                if self._awaits_prefix(steps):
+                    break
+                if held_s := self._held_s(steps, now):
+                    self._is_holding = True
+                    return held_s
+            self._is_holding = False
             is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
             plan = planner.plan(now, is_heartbeat=is_heartbeat)
             if plan is None:
+                self._late_step = 0
                 break
             if self._metrics is not None:
                 self._metrics.planned(self._clock() - now)
@@ -84,13 +100,32 @@ class PlanSender:
                 batch = []
         if batch:
             await self._send(stream, batch)
+        return 0.0
 
     def answered(self, result: StepResult, oldest: PlannedStep, now: float) -> None:
-        """A step's result came. oldest: the step, as it was in flight until now."""
+        """A step's result came, which the planner has not taken yet. oldest: the step, as it was in flight."""
+        if self._holds_plans and oldest.plan.step_id == result.step_id:
+            is_late = result.step_id == self._late_step
+            self.hold.observe(oldest, result, followed=is_late or oldest.sent_s < self._last_answered_s)
+        self._late_step = result.step_id + 1 if self._is_holding else 0
+        self._is_holding = False
+        self._last_answered_s = now
         if result.step_id in self._sent_idle:
             self._sent_idle_us += (result.device_end_ns - result.device_start_ns) / 1000
             if result.step_id == self._sent_idle[-1]:
                 self.lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, self._sent_idle_us)
+
+    def _held_s(self, steps: Sequence[PlannedStep], now: float) -> float:
+        started_s = max(steps[0].sent_s, self._last_answered_s)
+        return self.hold.seconds(steps, started_s, now, self.lookahead.gap_us)
+
+    def _awaits_prefix(self, steps: Sequence[PlannedStep]) -> bool:
+        """True if the next plan is better made when the running step's result is in: see PlanHold.is_worth_a_gap()."""
+        prefill, state = self._planner.prefill, self._planner.state
+        if len(steps) > 1 or prefill is None or state is None or not self._planner.queue.num_waiting_for_prefix:
+            return False
+        num_rows, gap_us = len(state.decode_set.slots), self.lookahead.gap_us
+        return self.hold.is_worth_a_gap(steps[0], prefill.num_due_followers(state), num_rows, gap_us)
 
     async def _send(self, stream: PlanStream, batch: Sequence[StepPlan]) -> None:
         assert self._planner.state is not None

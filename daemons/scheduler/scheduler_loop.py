@@ -78,8 +78,14 @@ class SchedulerLoop:
         self._loads = LoadPush(self.planner, self.streams, now)
         self._timeout = StepTimeout(settings.step_timeout_s, now)
         self.sender = PlanSender(
-            self.planner, self._timeout, clock, depth=settings.fixed_depth, metrics=self._step_metrics
+            self.planner,
+            self._timeout,
+            clock,
+            depth=settings.fixed_depth,
+            holds_plans=settings.hold_plans,
+            metrics=self._step_metrics,
         )
+        self._held: asyncio.TimerHandle | None = None
         self._has_first_tokens = False
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
@@ -247,7 +253,11 @@ class SchedulerLoop:
                 # The worker has its next step: first tokens leave before the one behind that is planned.
                 await asyncio.sleep(0)
             self._has_first_tokens = False
-            await self.sender.send_plans(claimed.stream)
+            if self._held is not None:
+                self._held.cancel()
+                self._held = None
+            if held_s := await self.sender.send_plans(claimed.stream):
+                self._held = asyncio.get_running_loop().call_later(held_s, self._wake.set)
             puts.start(self.planner.grammars.take_wanted())
             calls.start()
             fetches.start()

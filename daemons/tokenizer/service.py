@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Tracer, current_context, is_traceparent
-from radixmesh.daemons.tokenizer.chat import (
-    Chat,
-    check_chat_size,
-    invalid_chat,
-    read_message,
-    read_template_args,
-    read_tools,
-)
 from radixmesh.daemons.tokenizer.encode_calls import EncodeCalls
+from radixmesh.daemons.tokenizer.encode_request import encode_request, is_short_text
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler
-from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, TextItem
+from radixmesh.daemons.tokenizer.text_codec import Steps, TextCodec
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-
-# Of texts that are encoded on the event loop: 0.2 ms of it, under 1 ms for as many items as fit. A chat's template may
-# take any time.
-_SHORT_BYTES = 1 << 10
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -86,7 +73,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
             await asyncio.wait((reader,))
 
     def _is_quick(self, call: tokenizer_pb2.EncodeEachRequest) -> bool:
-        return _is_short(call.request) and self._queue.is_idle
+        return is_short_text(call.request) and self._queue.is_idle
 
     async def _encode_call(self, call: tokenizer_pb2.EncodeEachRequest) -> tokenizer_pb2.EncodeResponse:
         return await self._encode(call.request, call.trace_context if is_traceparent(call.trace_context) else "")
@@ -96,7 +83,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.EncodeResponse:
         since_s = time.monotonic()
         answer = await self._queue.run(
-            _encode(self._codec, request), tenant=request.tenant, is_short=_is_short(request)
+            encode_request(self._codec, request), tenant=request.tenant, is_short=is_short_text(request)
         )
         end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
         self._metrics.encode_seconds.observe(end_s - since_s)
@@ -136,25 +123,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return await self._queue.run(in_one_step(lambda: _describe(self._codec(), self._grammars.format)))
 
 
-def _is_short(request: tokenizer_pb2.EncodeRequest) -> bool:
-    return request.ByteSize() <= _SHORT_BYTES and all(item.WhichOneof("input") == "text" for item in request.items)
-
-
-def _encode(
-    codec_of: Callable[[], TextCodec], request: tokenizer_pb2.EncodeRequest
-) -> Steps[tokenizer_pb2.EncodeResponse]:
-    codec = codec_of()
-    codec.check_num_items(len(request.items))
-    # Read one by one as they are encoded: a chat's objects are gone before the next one's are made.
-    encoded = yield from codec.encode_steps(map(_read_item, request.items), request.max_tokens)
-    answer = tokenizer_pb2.EncodeResponse(tokenizer_fingerprint=codec.vocabulary.fingerprint)
-    # Ids may be four times the text: each item's arrays are let go before the next one's bytes are made.
-    encoded.reverse()
-    while encoded:
-        _add_encoded(answer, encoded.pop())
-    return answer
-
-
 def _decode(
     codec_of: Callable[[], TextCodec], request: tokenizer_pb2.DecodeRequest
 ) -> Steps[tokenizer_pb2.DecodeResponse]:
@@ -179,46 +147,3 @@ def _describe(codec: TextCodec, grammar_format: str) -> tokenizer_pb2.GetVocabul
         token_bytes=token_bytes(vocabulary),
         chat_template=codec.template.source,
     )
-
-
-def _read_item(item: tokenizer_pb2.EncodeItem) -> TextItem | Chat | MeshError:
-    form = item.WhichOneof("input")
-    if form == "text":
-        add_special_tokens = not item.HasField("add_special_tokens") or item.add_special_tokens
-        return TextItem(text=item.text, add_special_tokens=add_special_tokens)
-    if form is None:
-        message = "set text or chat in every item"
-        return MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "input"})
-    try:
-        return _read_chat(item.chat)
-    except MeshError as error:
-        return error
-
-
-def _read_chat(chat: tokenizer_pb2.ChatInput) -> Chat:
-    if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
-        raise invalid_chat("continue_final_message excludes add_generation_prompt: leave one of them out")
-    check_chat_size(len(chat.messages), _json_texts(chat))
-    return Chat(
-        messages=[read_message(message.role, message.content, message.extra_json) for message in chat.messages],
-        tools=read_tools(chat.tools_json),
-        template_args=read_template_args(chat.template_args_json),
-        add_generation_prompt=(
-            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
-        ),
-        continue_final_message=chat.continue_final_message,
-    )
-
-
-def _json_texts(chat: tokenizer_pb2.ChatInput) -> Iterator[str]:
-    yield chat.tools_json
-    yield chat.template_args_json
-    for message in chat.messages:
-        yield message.extra_json
-
-
-def _add_encoded(answer: tokenizer_pb2.EncodeResponse, encoded: Encoded) -> None:
-    if encoded.error is not None:
-        answer.items.add(error=encoded.error.to_proto())
-    else:
-        answer.items.add(ids=pack_ints(encoded.ids), rendered=encoded.rendered)

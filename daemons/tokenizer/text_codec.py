@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.chat import Chat
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
+from radixmesh.daemons.tokenizer.chat_template import MAX_RENDER_S, ChatTemplate
 from radixmesh.daemons.tokenizer.text_cuts import cutter_of, outer_ids
 from radixmesh.daemons.tokenizer.token_bounds import max_bytes_per_token
 
@@ -45,11 +45,13 @@ class TextItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """max_items: of a batch. max_text_bytes: UTF-8 bytes of one text or rendered chat. max_messages: of one chat."""
+    """max_items: of a batch. max_text_bytes: UTF-8 bytes of one text or rendered chat. max_messages: of one chat.
+    max_render_s: CPU seconds of one rendering."""
 
     max_items: int = 4096
     max_text_bytes: int = 4 << 20
     max_messages: int = 4096
+    max_render_s: float = MAX_RENDER_S
 
 
 Item: TypeAlias = TextItem | Chat | MeshError
@@ -145,7 +147,8 @@ class TextCodec:
         if len(chat.messages) > self._limits.max_messages:
             raise _too_large(f"a chat of {len(chat.messages)} messages", len(chat.messages), self._limits.max_messages)
         # Somewhat beyond the limit a text is still rendered, so that the error can tell its size.
-        return self.template.render(chat, max_chars=2 * self._limits.max_text_bytes)
+        limits = self._limits
+        return self.template.render(chat, max_chars=2 * limits.max_text_bytes, max_s=limits.max_render_s)
 
     def _check_size(self, text: str, max_tokens: int) -> None:
         limit = self._limits.max_text_bytes

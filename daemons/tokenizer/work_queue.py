@@ -87,7 +87,7 @@ class WorkQueue:
             steps.close()
             raise
         if is_short and self.is_idle:
-            return _run_whole(steps)
+            return run_whole(steps)
         call = _Call(
             steps=cast("Generator[int, None, object]", steps),
             tenant=tenant,
@@ -204,7 +204,8 @@ def in_one_step(work: Callable[[], _T]) -> Generator[int, None, _T]:
     return work()
 
 
-def _run_whole(steps: Generator[int, None, _T]) -> _T:
+def run_whole(steps: Generator[int, None, _T]) -> _T:
+    """All steps of a call at once."""
     while True:
         try:
             next(steps)

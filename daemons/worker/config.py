@@ -72,7 +72,8 @@ class WorkerSettings(CommonSettings):
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
-        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
+        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, nixl-file:///FOLDER?budget=10TiB, "
+        "nixl-obj://BUCKET/PREFIX or mooncake://HOST:PORT; empty: nowhere")  # fmt: skip
     transfer_transport: TransferTransport = setting(TransferTransport.DEVICE, "what carries that KV: device "
         "(between GPUs of one host, otherwise as shared_memory), shared_memory (between workers of one host), nixl "
         "(between workers that have it), each over gRPC to any other, or grpc")  # fmt: skip
@@ -294,7 +295,7 @@ def _check_speculation(settings: WorkerSettings) -> None:
 
 def _check_shared_experts(settings: WorkerSettings) -> None:
     """Of ranks that share experts on GPUs."""
-    flag, is_cuda = _flag("ep_size"), settings.backend is Backend.CUDA
+    is_cuda = settings.backend is Backend.CUDA
     if settings.ep_transport not in _EP_TRANSPORTS:
         choices = ", ".join(_EP_TRANSPORTS)
         raise ValueError(f"{_flag('ep_transport')} must be one of {choices}, not {settings.ep_transport}")
@@ -302,15 +303,15 @@ def _check_shared_experts(settings: WorkerSettings) -> None:
         raise ValueError(f"{_flag('ep_transport')} {settings.ep_transport} is for --backend cuda")
     if not is_cuda or settings.ep_size == 1:
         return
-    if settings.tp_size > 1:
-        raise ValueError(f"{flag} above 1 with --tp-size above 1 is for --backend cpu or simulated: on GPUs experts "
-            "are shared by data-parallel ranks (--dp-size)")  # fmt: skip
     if settings.deterministic:
         raise ValueError(f"{_flag('deterministic')} with --ep-size above 1 is for --backend cpu: on GPUs experts take "
             "tiles by how many rows come")  # fmt: skip
     if settings.two_batch_min_rows and settings.attention_backend == "flashinfer":
         raise ValueError(f"{_flag('two_batch_min_rows')} needs --attention-backend triton (or torch): flashinfer plans "
             "one batch at a time")  # fmt: skip
+    if settings.two_batch_min_rows and settings.tp_size % settings.ep_size == 0:
+        raise ValueError(f"{_flag('two_batch_min_rows')} is for rows that travel, and where {_flag('ep_size')} divides "
+            "--tp-size none do on GPUs: leave it out")  # fmt: skip
 
 
 def _flag(name: str) -> str:

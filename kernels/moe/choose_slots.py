@@ -26,7 +26,7 @@ class TokenRows(NamedTuple):
     dummy_slot: int
 
 
-@triton.jit(do_not_specialize=["num_pairs", "rank", "dummy_slot"])
+@triton.jit(do_not_specialize=["num_pairs", "rank", "dummy_slot"], do_not_specialize_on_alignment=["row_slots_ptr"])
 def _choose_slots_kernel(
     ids_ptr, slots_ptr, table_ptr, picks_ptr, row_slots_ptr, num_pairs, rank, dummy_slot, A: tl.constexpr,
     E: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,

@@ -84,14 +84,14 @@ def packed_rows(packed_RW: torch.Tensor, hidden: int, dtype: torch.dtype) -> tor
 
 @triton.jit(do_not_specialize=["num_pairs", "first_slot", "num_held"])
 def _own_routes_kernel(
-    packed_ptr, ids_ptr, weights_ptr, num_pairs, first_slot, num_held, FEATURES: tl.constexpr, A: tl.constexpr,
-    W: tl.constexpr, BLOCK: tl.constexpr,
+    slots_ptr, given_ptr, ids_ptr, weights_ptr, num_pairs, first_slot, num_held, SLOTS_AT: tl.constexpr,
+    WEIGHTS_AT: tl.constexpr, A: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pairs < num_pairs
-    at = packed_ptr + (pairs // A).to(tl.int64) * W + FEATURES + pairs % A
-    slots = tl.load(at, mask=mask, other=-1) - first_slot
-    weights = tl.load(at + A, mask=mask, other=0)
+    at = (pairs // A).to(tl.int64) * W + pairs % A
+    slots = tl.load(slots_ptr + at + SLOTS_AT, mask=mask, other=-1) - first_slot
+    weights = tl.load(given_ptr + at + WEIGHTS_AT, mask=mask, other=0)
     is_own = (slots >= 0) & (slots < num_held)
     tl.store(ids_ptr + pairs, tl.where(is_own, slots, num_held), mask=mask)
     tl.store(weights_ptr + pairs, tl.where(is_own, weights, 0), mask=mask)
@@ -101,15 +101,14 @@ def own_routes(packed_RW: torch.Tensor, num_features: int, num_picks: int, rank:
     """Picks of packed rows as a rank sees them that has the slots [rank x num_held, (rank + 1) x num_held): counted
     from its first one, and num_held with weight 0 where they are another's. num_features: words ahead of the picks."""
     num_rows, words = packed_RW.shape
-    ids_RA = torch.empty(num_rows, num_picks, dtype=torch.int32, device=packed_RW.device)
-    weights_RA = torch.empty(num_rows, num_picks, dtype=torch.float32, device=packed_RW.device)
+    own = _empty_routes(num_rows, num_picks, packed_RW.device)
     num_pairs = num_rows * num_picks
     if num_pairs:
         _own_routes_kernel[(triton.cdiv(num_pairs, _BLOCK),)](
-            packed_RW, ids_RA, _bits(weights_RA), num_pairs, rank * num_held, num_held, FEATURES=num_features,
-            A=num_picks, W=words, BLOCK=_BLOCK, num_warps=4,
+            packed_RW, packed_RW, own.expert_ids_TA, _bits(own.weights_TA), num_pairs, rank * num_held, num_held,
+            SLOTS_AT=num_features, WEIGHTS_AT=num_features + num_picks, A=num_picks, W=words, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    return Routes(ids_RA, weights_RA)
+    return own
 
 
 def own_routes_reference(
@@ -121,6 +120,36 @@ def own_routes_reference(
     is_own_RA = (slots_RA >= 0) & (slots_RA < num_held)
     own_RA = torch.where(is_own_RA, weights_RA.view(torch.float32), 0.0)
     return Routes(torch.where(is_own_RA, slots_RA, num_held).int(), own_RA)
+
+
+def own_picks(routes: Routes, rank: int, num_held: int) -> Routes:
+    """As `own_routes`, of picks that are not packed; the given ones name slots of all ranks."""
+    slots_TA, weights_TA = routes
+    assert slots_TA.dtype == torch.int32 and slots_TA.is_contiguous() and weights_TA.is_contiguous(), slots_TA.dtype
+    (num_rows, num_picks), num_pairs = slots_TA.shape, slots_TA.numel()
+    own = _empty_routes(num_rows, num_picks, slots_TA.device)
+    if num_pairs:
+        _own_routes_kernel[(triton.cdiv(num_pairs, _BLOCK),)](
+            slots_TA, _bits(weights_TA), own.expert_ids_TA, _bits(own.weights_TA), num_pairs, rank * num_held, num_held,
+            SLOTS_AT=0, WEIGHTS_AT=0, A=num_picks, W=num_picks, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return own
+
+
+def own_picks_reference(routes: Routes, rank: int, num_held: int) -> Routes:
+    """The same as `own_picks`, in torch."""
+    slots_TA = routes.expert_ids_TA - rank * num_held
+    is_own_TA = (slots_TA >= 0) & (slots_TA < num_held)
+    own_TA = torch.where(is_own_TA, routes.weights_TA, 0.0)
+    return Routes(torch.where(is_own_TA, slots_TA, num_held).int(), own_TA)
+
+
+def _empty_routes(num_rows: int, num_picks: int, device: torch.device) -> Routes:
+    """Not filled."""
+    return Routes(
+        torch.empty(num_rows, num_picks, dtype=torch.int32, device=device),
+        torch.empty(num_rows, num_picks, dtype=torch.float32, device=device),
+    )
 
 
 @triton.jit(do_not_specialize=["room"])

@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel import deep_ep_buffer, nixl_b
 from radixmesh.daemons.worker.cuda.expert_parallel.buffer_dispatch import BufferDispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import DeviceDispatch, DispatchedExperts
+from radixmesh.daemons.worker.cuda.expert_parallel.row_share import RowShare
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire, NcclWire
 from radixmesh.daemons.worker.cuda.expert_parallel.wire_dispatch import WireDispatch
 from radixmesh.daemons.worker.cuda.experts import PlainExperts
@@ -40,8 +41,9 @@ HIDDEN, MLP, PICKS = 16, 8, 3
 class Ranks:
     """Ranks as threads that have met over gloo, each with its share of one layer's experts."""
 
-    def __init__(self, transport: str, size: int, num_experts: int) -> None:
-        self.members = [CollectiveMember(RankLayout.of_rank(r, tp_size=1, dp_size=size, ep_size=size), "127.0.0.1")
+    def __init__(self, transport: str, size: int, num_experts: int, tp_size: int = 1) -> None:
+        self.tp_size = tp_size
+        self.members = [CollectiveMember(self._layout(r, size), "127.0.0.1")
                         for r in range(size)]  # fmt: skip
         self._threads = ThreadPoolExecutor(size)
         generator = torch.Generator().manual_seed(7)
@@ -51,11 +53,15 @@ class Ranks:
         self.experts = [self._experts(rank, num_experts) for rank in range(size)]
         self.generation = 0
 
+    def _layout(self, rank: int, size: int) -> RankLayout:
+        return RankLayout.of_rank(rank, tp_size=self.tp_size, dp_size=size // self.tp_size, ep_size=size)
+
     def _dispatch(self, transport: str, member: CollectiveMember) -> DeviceDispatch:
         ranks, device = member.expert_group, HostDevice()
+        batch = RowShare(member.layout.tp_rank, self.tp_size)
         if transport == "host":
-            return create_device_dispatch("host", ranks, device, max_room=MAX_ROOM)
-        wire = WireDispatch(NcclWire(ranks, device), max_room=MAX_ROOM)
+            return create_device_dispatch("host", ranks, device, max_room=MAX_ROOM, batch=batch)
+        wire = WireDispatch(NcclWire(ranks, device), max_room=MAX_ROOM, share=batch)
         if transport == "nccl":
             return wire
         if transport == "nixl":
@@ -124,8 +130,10 @@ def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     made: list[Ranks] = []
 
-    def create(transport: str, size: int = 2, num_experts: int = 6, *, is_formed: bool = True) -> Ranks:
-        made.append(Ranks(transport, size, num_experts))
+    def create(
+        transport: str, size: int = 2, num_experts: int = 6, *, is_formed: bool = True, tp_size: int = 1
+    ) -> Ranks:
+        made.append(Ranks(transport, size, num_experts, tp_size))
         if is_formed:
             made[-1].form()
         return made[-1]
@@ -152,6 +160,25 @@ def test_results_are_those_of_one_rank(transport: str, size: int, num_experts: i
         for room in (MAX_ROOM, max(*counts, 1), 0):
             for rank, got in enumerate(ranks.run(inputs, room)):
                 torch.testing.assert_close(got, ranks.expected(*inputs[rank]), rtol=0.03, atol=0.2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_of_a_batch_bring_parts_of_its_rows(transport: str, ranks_of: Callable[..., Ranks]) -> None:
+    """Two batches of two ranks: in room for half of a batch's rows each; of fewer rows than ranks one brings none."""
+    ranks = ranks_of(transport, 4, 6, tp_size=2)
+    for counts in ([MAX_ROOM, 3], [1, 0], [5, MAX_ROOM - 1]):
+        batches = [rows_of(count, 6, seed=30 + count) for count in counts]
+        for room in (MAX_ROOM, 0):
+            rows = [ranks.dispatches[rank].share.of(counts[rank // 2]) for rank in range(4)]
+            inputs = []
+            for rank in range(4):
+                x, routes = batches[rank // 2]
+                inputs.append((x[rows[rank]], Routes(*(each[rows[rank]].contiguous() for each in routes))))
+            got = ranks.run(inputs, room)
+            assert [dispatch.own_room for dispatch in ranks.dispatches] == [room // 2] * 4
+            for batch, (x, routes) in enumerate(batches):
+                whole = torch.cat(got[2 * batch : 2 * batch + 2])
+                torch.testing.assert_close(whole, ranks.expected(x, routes), rtol=0.03, atol=0.2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

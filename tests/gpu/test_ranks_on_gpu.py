@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from support.fault_injection import kill_in_turn
 from support.jobs import Job, recitations
 from support.mesh import running_mesh
+
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -65,12 +69,15 @@ async def recite_and_lose_a_rank(
     flags: Mapping[str, object],
     scheduler: Mapping[str, object] | None = None,
     times: int = 1,
+    services: Mapping[str, Mapping[str, object]] | None = None,
+    overlays: Sequence[Path] = (),
 ) -> None:
-    """flags: of both workers."""
+    """flags: of all workers; services: of some of them alone."""
     jobs = texts(model, range(170))
-    services = {"worker-rank-1": {**SERVICES["worker-rank-1"], **flags}}
+    of_ranks = {"worker": WORKER, **SERVICES, **(services or {})}
+    of_ranks = {name: {**WORKER, **of_rank, **flags} for name, of_rank in of_ranks.items()}
     async with running_mesh(
-        compose, model=model, worker={**WORKER, **flags}, services=services, scheduler=dict(scheduler or {})
+        compose, model=model, services=of_ranks, scheduler=dict(scheduler or {}), overlays=overlays
     ) as mesh:
         for _ in range(times):
             got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
@@ -97,3 +104,54 @@ async def test_recitations_in_halves_while_experts_move() -> None:
 @TWO_GPUS
 async def test_recitations_with_sums_by_nccl() -> None:
     await recite_and_lose_a_rank("tp2", "tiny-llama", {"tp_collectives": "nccl"})
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("collectives", ["peer", "nccl"])
+async def test_recitations_of_ranks_of_one_batch_that_share_experts(collectives: str) -> None:
+    """Attention by heads, experts whole: each rank computes its own for all rows, and one sum adds everything up."""
+    services = {"worker": {"ep_rank": 0}, "worker-rank-1": {**SERVICES["worker-rank-1"], "ep_rank": 1}}
+    flags = {"ep_size": 2, "tp_collectives": collectives}
+    await recite_and_lose_a_rank("tp2", "tiny-deepseek", flags, services=services)
+
+
+@TWO_GPUS
+async def test_experts_move_between_ranks_of_one_batch() -> None:
+    services = {"worker": {"ep_rank": 0}, "worker-rank-1": {**SERVICES["worker-rank-1"], "ep_rank": 1}}
+    scheduler = {"expert_balance_threshold": 1.0, "expert_balance_interval_s": 0.5}
+    flags = {"ep_size": 2, "ep_redundant_experts": 2}
+    await recite_and_lose_a_rank("tp2", "tiny-deepseek", flags, scheduler, times=3, services=services)
+
+
+_RANK = """
+  {name}:
+    image: radixmesh/worker:local
+    restart: unless-stopped
+    command: ["radixmesh", "worker"]
+    environment:
+      RADIXMESH_LISTEN: 0.0.0.0:50051
+      RADIXMESH_METRICS_LISTEN: 0.0.0.0:9100
+      RADIXMESH_MODEL: /models/tiny-deepseek
+    volumes:
+      - {models}/tiny-deepseek:/models/tiny-deepseek:ro
+    healthcheck:
+      test: ["CMD", "radixmesh", "health", "127.0.0.1:50051", "--timeout", "9"]
+      x-local: {{interval: 1s, timeout: 1s, retries: 5, start_period: 60s, start_interval: 200ms}}
+"""
+
+
+@TWO_GPUS
+async def test_recitations_of_two_batches_of_two_ranks_that_share_experts(tmp_path: Path) -> None:
+    """DP 2 x TP 2, EP 4: each rank brings its part of a batch's rows. With fewer than four GPUs ranks share them, and
+    rows travel through the hosts: NCCL has one rank a GPU."""
+    names = ["worker", *(f"worker-rank-{rank}" for rank in range(1, 4))]
+    overlay = tmp_path / "ranks.yml"
+    models = Path(__file__).parents[2] / "compose" / "models"
+    overlay.write_text("services:" + "".join(_RANK.format(name=name, models=models) for name in names[2:]))
+    services: dict[str, dict[str, object]] = {}
+    for rank, name in enumerate(names):
+        layout = RankLayout.of_rank(rank, tp_size=2, dp_size=2, ep_size=4)
+        services[name] = {"cpu_threads": 1, "cuda_device": rank % max(1, NUM_GPUS), **asdict(layout)}
+    flags = {"ep_transport": "nccl" if NUM_GPUS >= 4 else "host"}
+    scheduler = {"workers": ",".join(f"{name}:50051" for name in names)}
+    await recite_and_lose_a_rank("tp2", "tiny-deepseek", flags, scheduler, services=services, overlays=(overlay,))

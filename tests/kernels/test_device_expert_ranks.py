@@ -193,7 +193,7 @@ def test_models_without_experts_to_share_are_refused(tmp_path: Path, group_of: C
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tp_size": 2, "ep_size": 2}, "shared by data-parallel ranks"),
+        ({"tp_size": 4, "ep_size": 2, "two_batch_min_rows": 8}, "for rows that travel"),
         ({"dp_size": 2, "ep_size": 2, "deterministic": True}, "is for --backend cpu"),
         (
             {"dp_size": 2, "ep_size": 2, "two_batch_min_rows": 8, "attention_backend": "flashinfer"},
@@ -206,4 +206,7 @@ def test_models_without_experts_to_share_are_refused(tmp_path: Path, group_of: C
 def test_flags_that_do_not_go_together_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         WorkerSettings(model=_MODELS / "tiny-deepseek", **{"backend": Backend.CUDA, **changes})  # type: ignore[arg-type]
-    WorkerSettings(model=_MODELS / "tiny-deepseek", backend=Backend.CUDA, dp_size=2, ep_size=2, ep_transport="nixl")
+    flags: dict[str, object] = {"dp_size": 2, "ep_size": 2, "ep_transport": "nixl", "two_batch_min_rows": 8}
+    WorkerSettings(model=_MODELS / "tiny-deepseek", backend=Backend.CUDA, **flags)  # type: ignore[arg-type]
+    flags |= {"tp_size": 2, "ep_size": 4}
+    WorkerSettings(model=_MODELS / "tiny-deepseek", backend=Backend.CUDA, **flags)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExp
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import HostWire
 from radixmesh.daemons.worker.cuda.model.half_batches import Stages, take_turns
 from radixmesh.daemons.worker.cuda.ranks.choice import create_device_group
+from radixmesh.daemons.worker.cuda.ranks.device_group import HostGroup
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step import decode_steps, late_captures
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
@@ -68,7 +69,7 @@ def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             if ranks is not None and ranks.size > 1
             else None
         )
-        shared = load.create_shared_out(settings, experts, device)
+        shared = load.create_shared_out(settings, experts, device, ranks)
         runner = load.load_device_runner(folder, replace(settings, use_pdl=False), device, group, shared)
         runner.warm_up()
         return runner
@@ -135,6 +136,52 @@ async def test_tiny_deepseek_recites_with_its_experts_on_several_ranks(size: int
     for of_rank in rooms:
         assert {is_low_latency for is_low_latency, _ in of_rank} == {True, False}
     assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "ep_size", "graphs"),
+    [
+        (1, 2, True),
+        (2, 4, True),
+        pytest.param(2, 4, False, marks=pytest.mark.slow),
+        pytest.param(2, 2, True, marks=pytest.mark.slow),
+    ],
+)
+async def test_tiny_deepseek_recites_with_attention_by_heads_beside_shared_experts(
+    dp_size: int, ep_size: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP 2: in captured steps too; a rank goes and comes back. Where rows travel, ranks without rows take part."""
+    monkeypatch.setattr(HostWire, "can_capture", True)
+    monkeypatch.setattr(HostWire, "is_captured_anew", True)
+    monkeypatch.setattr(HostGroup, "can_capture", True)
+    monkeypatch.setattr(HostGroup, "is_captured_anew", True)
+    chosen = texts("tiny-deepseek", 6)
+    sizes = {**WORKER, "num_pages": NUM_TOKENS // dp_size, "cuda_graphs": graphs, "num_slots": 4}
+    async with (
+        ranks_of("tiny-deepseek", 2, dp_size, ep_size=ep_size, **sizes) as ranks,
+        scheduler_on(ranks) as daemon,
+        serve_client(daemon.address) as client,
+    ):
+        while daemon.daemon.loop.group_state is not GroupState.SERVING:
+            await asyncio.sleep(0.01)
+        rooms = rooms_of(ranks)
+        await recited(client, chosen)
+        await recited(client, chosen[:1])
+        assert daemon.daemon.loop.planner.counters.cached_tokens
+        if ep_size > 2:
+            for of_rank in rooms:
+                assert {is_low_latency for is_low_latency, _ in of_rank} == {True, False}
+            assert any(not has_rows for of_rank in rooms for _, has_rows in of_rank)
+        else:
+            assert {is_low_latency for of_rank in rooms for is_low_latency, _ in of_rank} == {False}
+        reciting = asyncio.ensure_future(recited(client, chosen))
+        await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
+        await go(ranks, 1)
+        await reciting
+        assert ranks.workers[0].daemon.core.ledger.group_generation > 1, "the survivors have joined again"
+        if graphs:
+            for rank in range(2 * dp_size):
+                assert {rows for rows, *_ in _device_of(ranks, rank).replayed} >= {1, 4}
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +258,8 @@ def _moves_of(ranks: Ranks, rank: int) -> DeviceExpertMoves:
     return executor.runner.expert_moves
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-async def test_steps_that_run_as_two_halves_recite(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tp_size", "size"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
+async def test_steps_that_run_as_two_halves_recite(tp_size: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes with room for two rows and more; those with room for one, and all with chunks, run whole."""
     cut: list[int] = []
 
@@ -224,15 +271,16 @@ async def test_steps_that_run_as_two_halves_recite(size: int, monkeypatch: pytes
     monkeypatch.setattr(decode_steps, "take_turns", noted)
     chosen = texts("tiny-deepseek", 6)
     sizes = {**WORKER, "num_pages": NUM_TOKENS // 2, "two_batch_min_rows": 2}
+    num_ranks = tp_size * size
     async with (
-        ranks_of("tiny-deepseek", 1, size, ep_size=size, **sizes) as ranks,
+        ranks_of("tiny-deepseek", tp_size, size, ep_size=num_ranks, **sizes) as ranks,
         scheduler_on(ranks) as daemon,
         serve_client(daemon.address) as client,
     ):
         rooms = rooms_of(ranks)
         cut.clear()
         await recited(client, chosen)
-        assert cut and min(cut) >= 2 and len(cut) % size == 0, "all ranks cut the same steps"
+        assert cut and min(cut) >= 2 and len(cut) % num_ranks == 0, "all ranks cut the same steps"
         whole = len(cut)
         await recited(client, chosen[:1])
         assert len(cut) == whole, "one row is not cut"

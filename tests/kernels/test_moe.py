@@ -14,6 +14,8 @@ from radixmesh.kernels.moe.choose_slots import TokenRows, choose_slots, choose_s
 from radixmesh.kernels.moe.exchange_rows import (
     add_parts,
     add_parts_reference,
+    own_picks,
+    own_picks_reference,
     own_routes,
     own_routes_reference,
     pack_rows,
@@ -358,6 +360,10 @@ def test_rows_are_packed_with_their_picks_and_found_again(
         assert torch.equal(got.expert_ids_TA[:num_rows], torch.where(is_own, ids_TA - 4 * rank, 4))
         assert torch.equal(got.weights_TA[:num_rows], torch.where(is_own, routes.weights_TA, 0.0))
         assert (got.expert_ids_TA[num_rows:] == 4).all() and (got.weights_TA[num_rows:] == 0).all()
+        for of in (own_picks, own_picks_reference):
+            unpacked = of(routes, rank, 4)
+            assert torch.equal(unpacked.expert_ids_TA, got.expert_ids_TA[:num_rows]), of
+            assert torch.equal(unpacked.weights_TA, got.weights_TA[:num_rows]), of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUNGS = ["one_process", "worker", "scheduler", "router_ids", "mesh"]
+RUNGS = ["one_process", "worker", "scheduler", "router_ids", "local_text", "mesh"]
 DAEMONS = {
     "one_process": {"client"},
     "worker": {"worker", "client"},
     "scheduler": {"scheduler", "worker", "client"},
     "router_ids": {"router", "scheduler", "worker", "client"},
+    "local_text": {"router", "scheduler", "worker", "client"},
     "mesh": {"tokenizer", "detokenizer", "router", "scheduler", "worker", "client"},
 }
 ROUND_TRIPS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.fault_injection import Kill, kill_once, summary
 from support.jobs import Job, recitations, simulated_jobs
-from support.mesh import SERVICES, Mesh, running_mesh
+from support.mesh import COMPOSE, SERVICES, Mesh, running_mesh
 from support.stream_load import StreamLoad
 
 NUM_STREAMS = 16
@@ -64,6 +64,7 @@ async def kill_all(
     *,
     model: str = "tiny-llama",
     worker: Mapping[str, object] | None = None,
+    router: Mapping[str, object] | None = None,
     overlays: Sequence[Path] = (),
     is_against_itself: bool = False,
     num_streams: int = NUM_STREAMS,
@@ -73,7 +74,7 @@ async def kill_all(
     pick = random.Random(SEED)
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
     worker = ({"simulated_base_us": 6000} if backend == "simulated" else {}) | dict(worker or {})
-    async with running_mesh(backend, model=model, worker=worker, overlays=overlays) as mesh:
+    async with running_mesh(backend, model=model, worker=worker, router=router, overlays=overlays) as mesh:
         jobs = load_jobs(backend, model)[:num_streams]
         if is_against_itself:
             jobs = [replace(job, answers=()) for job in jobs]
@@ -143,6 +144,15 @@ async def test_no_stream_notices_a_kill_while_rows_yield_any_number_of_tokens() 
 async def test_no_stream_notices_a_kill_while_steps_travel_in_batches() -> None:
     plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)]
     assert len(await kill_all("simulated", plan, worker=SHORT)) == len(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_no_stream_notices_a_kill_while_text_is_made_in_the_router() -> None:
+    """Streams are longer than the time after which a router has its vocabulary. Eight of twenty outputs stay there."""
+    plan = [(service, signal.SIGKILL) for service in SERVICES]
+    router = {"tokenizer_path": COMPOSE / "models" / "tiny-llama", "local_outputs": 8}
+    assert len(await kill_all("simulated", plan, router=router)) == len(plan)
 
 
 @pytest.mark.full

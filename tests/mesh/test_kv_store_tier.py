@@ -15,7 +15,7 @@ from mesh.test_kills import kill_all
 from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
 from support.cpu_ranks import ranks_of, recited, scheduler_on
 from support.cpu_ranks import texts as ranks_texts
-from support.kv_stores import redis_server
+from support.kv_stores import SHARED, redis_server, shared_store
 from support.running_daemon import Running, running
 from support.serve_client import ServeClient, serve_client
 
@@ -81,8 +81,17 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
 async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: str, page_size: int) -> None:
+    await _finds_after_a_restart(f"disk://{tmp_path}?budget=256MiB", model, page_size)
+
+
+@pytest.mark.parametrize("medium", ["nixl-file", "mooncake"])
+async def test_a_worker_finds_a_shared_store_after_a_restart(tmp_path: Path, medium: str) -> None:
+    with shared_store(medium, tmp_path) as url:
+        await _finds_after_a_restart(url, "tiny-llama", 4)
+
+
+async def _finds_after_a_restart(store: str, model: str, page_size: int) -> None:
     wanted = texts(model, 5)
-    store = f"disk://{tmp_path}?budget=256MiB"
     num_pages = sum((len(prompt) - 1) // page_size for prompt, _ in wanted)
     async with replica(model, page_size, store) as first:
         cold = await first.recite(wanted)
@@ -97,11 +106,12 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
         assert value("radixmesh_kv_store_bytes_total", {"kind": "read"}) > 0
 
 
-async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) -> None:
-    """Both at once over one Redis server."""
+@pytest.mark.parametrize("medium", SHARED)
+async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path, medium: str) -> None:
+    """Both at once over one store."""
     wanted = texts("tiny-llama", 5)
     num_pages = sum((len(prompt) - 1) // 4 for prompt, _ in wanted)
-    with redis_server(tmp_path) as url:
+    with shared_store(medium, tmp_path) as url:
         async with replica("tiny-llama", 4, url) as first, replica("tiny-llama", 4, url) as second:
             cold = await first.recite(wanted)
             await first.stored(wanted)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from radixmesh.daemons.worker.cuda import kernel_choice, load
 from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
-from radixmesh.daemons.worker.cuda.step.warm_up.warm_up_steps import compile_ahead
+from radixmesh.daemons.worker.cuda.step.warm_up import compile_ahead
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice
 
@@ -57,6 +57,14 @@ def main() -> None:
         num_slots=16,
     )
     runner = load.load_device_runner(Path(sys.argv[1]), settings, ReplayingDevice())
+    # A start asks for the kernels of random weights, before it reads those of the folder.
+    of_shapes = load.replace(settings, load_format="dummy", num_pages=64)
+    told = []
+    for other in (load.load_device_runner(Path(sys.argv[1]), of_shapes, ReplayingDevice()), runner):
+        with client.asked_kernels() as kernels:
+            other.launch_all()
+        told.append(sorted((kernel["name"], kernel["specialization"]) for kernel in kernels))
+    assert told[0] == told[1], "random weights have other kernels"
     compilers = KernelCompilers(2, Path(knobs.cache.dir) / "note")
     compilers.ask(runner.launch_all)
     compilers.wait()

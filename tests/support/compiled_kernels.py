@@ -264,6 +264,7 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
             choose_slots.choose_slots(routes.expert_ids_TA, table, picks_E, 1, tokens)
         packed = exchange_rows.pack_rows(x_TD, routes, num_rows)
         exchange_rows.own_routes(packed, hidden * dtype.itemsize // 4, 6, 1, num_experts)
+        exchange_rows.own_picks(routes, 1, num_experts)
         exchange_rows.add_parts(torch.zeros(4, num_rows, hidden, dtype=dtype), x_TD)
         slot_rows = torch.zeros(num_experts, 4 * num_rows, hidden, dtype=dtype)
         slot_rows = grouped_gemm.SlotRows(slot_rows, picks_E, 24 * num_rows, 6 * num_rows)

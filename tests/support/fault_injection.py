@@ -38,8 +38,16 @@ class Kill:
     cached_tokens: int = 0
 
 
-async def kill_once(mesh: Mesh, load: StreamLoad, service: str, number: signal.Signals, pick: random.Random) -> Kill:
-    """Sends a signal at a random moment and waits until the daemon is back and every stream has gone on."""
+async def kill_once(
+    mesh: Mesh,
+    load: StreamLoad,
+    service: str,
+    number: signal.Signals,
+    pick: random.Random,
+    recovery_s: float = _RECOVERY_S,
+) -> Kill:
+    """Sends a signal at a random moment and waits until the daemon is back and every stream has gone on. Raises
+    TimeoutError if that takes longer than recovery_s."""
     await asyncio.sleep(pick.uniform(0.1, 0.9))
     replicas = [status for status in mesh.cluster.processes if status.service == service]
     replica = pick.choice(replicas).replica
@@ -50,10 +58,10 @@ async def kill_once(mesh: Mesh, load: StreamLoad, service: str, number: signal.S
     def is_back(status: ProcessStatus) -> bool:
         return status.restarts > restarts and status.state is ProcessState.HEALTHY
 
-    async with asyncio.timeout(_RECOVERY_S):
+    async with asyncio.timeout(recovery_s):
         await mesh.cluster.wait_until(service, is_back, replica=replica)
     back = time.monotonic()
-    await load.all_progressed(back, _RECOVERY_S)
+    await load.all_progressed(back, recovery_s)
     stall_s, pause_s = load.longest_gap(killed), load.longest_pause(killed)
     state = await _scheduler_state(mesh) if service == "scheduler" else None
     return Kill(

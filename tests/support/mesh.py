@@ -27,6 +27,7 @@ BUGS = (
     "crashed",
     "handler_failed",
     "link_failed",
+    "local_detokenizer_failed",
     "page_invariant_violation",
     "planner_failed",
     "step_died",

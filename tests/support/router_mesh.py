@@ -173,7 +173,7 @@ class RouterMesh:
                 or self.router(i).schedulers.num_waiting
                 or self.router(i).detokenizers.num_waiting
                 or any(link.num_running for link in self.router(i).schedulers.links)
-                or any(link.num_entries or link.num_owed for link in self.router(i).detokenizers.links)
+                or any(link.num_entries or link.num_owed for link in self.router(i).detokenizers.all_links)
                 for i in range(len(self.routers))
             ):
                 await asyncio.sleep(0.01)

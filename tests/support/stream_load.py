@@ -48,12 +48,20 @@ class StreamLog:
 class StreamLoad:
     """`num_streams` streams at a time, each running `jobs` one after the other, from enter to exit.
 
-    failures: what went wrong, in words; empty is what a test asserts. num_tokens: of outputs that were compared;
+    failures: what went wrong, in words, as soon as it has; empty is what a test asserts. num_right: tokens of outputs,
+    ended or not, that were the answer's. num_tokens: of outputs that ended;
     num_lost and num_repeated: fewer and more of them than the answer has. pause_s: a slow reader's, after each chunk.
+    finish_s: how long streams may take to finish their jobs at the end.
     """
 
     def __init__(
-        self, client: AsyncClient, jobs: Sequence[Job], *, num_streams: int = 16, pause_s: float = 0.0
+        self,
+        client: AsyncClient,
+        jobs: Sequence[Job],
+        *,
+        num_streams: int = 16,
+        pause_s: float = 0.0,
+        finish_s: float = 180.0,
     ) -> None:
         assert all(job.answers for job in jobs), "a load needs to know every answer"
         self._client = client
@@ -62,9 +70,11 @@ class StreamLoad:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
         self._pause_s = pause_s
+        self._finish_s = finish_s
         self.failures: list[str] = []
         self.num_completed = 0
         self.num_resumptions = 0
+        self.num_right = 0
         self.num_tokens = 0
         self.num_lost = 0
         self.num_repeated = 0
@@ -82,12 +92,12 @@ class StreamLoad:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def finish(self, timeout_s: float = 180.0) -> None:
+    async def finish(self) -> None:
         """Lets every stream finish the job it is at."""
         self._is_ending = True
-        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        _, late = await asyncio.wait(self._tasks, timeout=self._finish_s)
         if late:
-            self.failures.append(f"{len(late)} streams made no end within {timeout_s:g} s")
+            self.failures.append(f"{len(late)} streams made no end within {self._finish_s:g} s")
 
     async def all_progressed(self, since: float, timeout_s: float = 60.0) -> float:
         """Waits until every stream has had a chunk after `since`; the longest gap of any stream around that time."""
@@ -134,12 +144,21 @@ class StreamLoad:
 
     async def _run_job(self, job: Job, log: StreamLog) -> None:
         outputs: dict[int, CompletionOutput] = {}
+        is_wrong = False
         log.starts.append(len(log.moments))
         stream = self._client.generate(job.prompt, messages=job.messages, **job.options)
         try:
             async for chunk in stream:
                 log.moments.append(time.monotonic())
-                outputs.setdefault(chunk.index, CompletionOutput(index=chunk.index)).add(chunk)
+                output = outputs.setdefault(chunk.index, CompletionOutput(index=chunk.index))
+                num_before = len(output.ids)
+                output.add(chunk)
+                wrong = _first_wrong(output, num_before, job)
+                if wrong is None:
+                    self.num_right += len(output.ids) - num_before
+                elif not is_wrong:
+                    is_wrong = True
+                    self.failures.append(f"{job.name} ({stream.request_id}): got {wrong}")
                 if self._pause_s:
                     await asyncio.sleep(self._pause_s)
         except Exception as error:  # Whatever it is, it is the finding.
@@ -160,8 +179,16 @@ class StreamLoad:
             self.num_tokens += len(output.ids)
             self.num_lost += max(0, len(answer.ids) - len(output.ids))
             self.num_repeated += max(0, len(output.ids) - len(answer.ids))
-        if got != job.answers:
+        if got != job.answers and not is_wrong:
             self.failures.append(f"{job.name} ({stream.request_id}): {_difference(got, job)}")
+
+
+def _first_wrong(output: CompletionOutput, num_before: int, job: Job) -> str | None:
+    """The tokens from num_before on, in words, unless they are the answer's."""
+    answer = job.answers[output.index].ids if output.index < len(job.answers) else ()
+    new = tuple(output.ids[num_before:])
+    wanted = tuple(answer[num_before : len(output.ids)])
+    return None if new == wanted else f"{new} at {num_before}, not {wanted}"
 
 
 def _difference(got: tuple[object, ...], job: Job) -> str:

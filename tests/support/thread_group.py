@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -74,10 +74,13 @@ class ThreadGroup:
                 self._barrier.abort()
                 raise
 
-        futures = [self._threads.submit(one, rank) for rank in range(len(self.groups))]
+        return self.results([self._threads.submit(one, rank) for rank in range(len(self.groups))])
+
+    @staticmethod
+    def results(futures: Sequence[Future[T]]) -> list[T]:
+        """Raises the first error; those of others are what came of it."""
         errors = [future.exception() for future in futures]
         raised = [error for error in errors if error is not None]
-        # The others' are what came of the first one.
         for error in sorted(raised, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]

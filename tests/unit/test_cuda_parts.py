@@ -1,5 +1,6 @@
 """The GPU worker's parts that need no GPU: tables by slot, times, what is said when memory does not suffice."""
 
+import threading
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.plans import Steps, admit, chunk, grant, simulated_executor
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
-from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.backends import create_member, load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda import device as device_module
+from radixmesh.daemons.worker.cuda import load as cuda_load
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import CudaEvent, DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.ranks import peer_memory
@@ -22,6 +26,7 @@ from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, TokenR
 from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import tuned_rows
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 from radixmesh.daemons.worker.speculation.drafter import EachRow
@@ -332,6 +337,67 @@ def test_masks_of_a_worker_on_a_gpu_are_filled_by_processes_unless_it_drafts(mon
     finally:
         if guides is not None:
             guides.close()
+
+
+def test_grammars_are_made_ready_while_weights_are_read(monkeypatch):
+    """A start that compiled nothing imported the library and sorted the vocabulary behind its last graph."""
+    is_ready = threading.Event()
+    monkeypatch.setattr(GrammarStore, "prepare", lambda store: is_ready.set())
+    was_ready = []
+
+    def load(*args, **kwargs):
+        was_ready.append(is_ready.wait(30.0))
+        raise MeshError(ErrorReason.ERROR_REASON_BAD_CHECKPOINT, "no weights")
+
+    monkeypatch.setattr("radixmesh.daemons.worker.cuda.load.load_cuda_runner", load)
+    monkeypatch.setattr("radixmesh.daemons.worker.cuda.compilers.client.start_compilers", lambda *_: None)
+    model = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+    with pytest.raises(MeshError, match="no weights"):
+        load_model(WorkerSettings(backend=Backend.CUDA, model=model, mask_processes=0))
+    assert was_ready == [True]
+
+
+def test_a_rank_makes_its_context_while_it_imports_torch(monkeypatch):
+    """Ranks import torch before they listen, and made the context behind that."""
+    made = []
+    monkeypatch.setattr("radixmesh.daemons.worker.cuda.early_context.make_context_beside", made.append)
+    model = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+    create_member(WorkerSettings(backend=Backend.CUDA, model=model, tp_size=2, tp_rank=1, cuda_device=1))
+    assert made == [1]
+    create_member(WorkerSettings(backend=Backend.CPU, model=model, tp_size=2, tp_rank=1))
+    assert made == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "formats"),
+    [
+        ({}, ["dummy", "asked", "auto"]),
+        # Kernels of their own make FP8 weights; scales of FP8 KV are read with the weights.
+        ({"quantization": "fp8"}, ["fp8: auto", "asked"]),
+        ({"kv_dtype": "fp8"}, ["auto", "asked"]),
+        ({"load_format": "dummy"}, ["dummy", "asked"]),
+        ({"kernels": "torch"}, ["auto"]),
+    ],
+)
+def test_kernels_are_asked_for_before_weights_are_read(monkeypatch, changes, formats):
+    """A first start read all weights before it said which kernels there would be."""
+    folder = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+    done = []
+
+    def read(folder, placement, *, load_format, quantization, **others):
+        done.append(load_format if quantization == "auto" else f"{quantization}: {load_format}")
+        placement = replace(placement, device=torch.device("cpu"))
+        return load_weights(folder, placement, load_format=load_format, quantization="auto", **others)
+
+    load_weights = cuda_load.load_model
+    monkeypatch.setattr(cuda_load, "load_model", read)
+    monkeypatch.setattr(
+        cuda_load, "create_runner", lambda *_, **__: SimpleNamespace(can_compile_ahead=True, launch_all=0)
+    )
+    compilers = SimpleNamespace(ask=lambda launch_all: done.append("asked"))
+    settings = replace(TINY_SETTINGS, attention_backend="triton", **changes)
+    cuda_load.load_on_device(folder, settings, HostDevice(), compilers)
+    assert done == formats
 
 
 def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():

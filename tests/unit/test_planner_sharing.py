@@ -74,7 +74,7 @@ def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
 
 
 def test_leader_that_is_retracted_lets_go() -> None:
-    world = World(num_pages=72, chunk_tokens=4, max_tokens_per_step=12, decode_reserve_tokens=1, eos_rate=0.0)
+    world = World(num_pages=72, chunk_tokens=4, max_tokens_per_step=7, decode_reserve_tokens=1, eos_rate=0.0)
     old = [world.submit([50 + i, 51, 52], stop=Stop(max_tokens=24)) for i in range(2)]
     for _ in range(4):
         world.plan()
@@ -173,3 +173,84 @@ def test_leader_that_is_gone_before_a_page_is_full_is_followed_by_another() -> N
     assert world.planner.queue.num_waiting_for_prefix == 2
     world.run()
     check(world, records)
+
+
+def step(world: World) -> None:
+    world.plan()
+    world.execute()
+    world.process()
+
+
+def test_a_follower_that_finds_more_cached_than_its_leader_did_still_follows() -> None:
+    """Prompts that begin alike are cached meanwhile, be it by one token: that hid the leaders of a burst."""
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=24, inflight_prefix_min_tokens=8)
+    leader = world.submit([*SYSTEM, 9, 9])
+    world.plan()
+    other = world.submit([*SYSTEM[:3], 40, 41, 42], stop=Stop(max_tokens=1))
+    while other.finished is None:
+        world.execute()
+        world.process()
+        world.plan()
+    state = world.planner.state
+    assert state is not None and 3 <= state.table.computed_len[0] < len(SYSTEM)
+    follower = world.submit([*SYSTEM, 8, 8])
+    world.plan()
+    assert world.planner.queue.num_waiting_for_prefix == 1
+    world.run()
+    check(world, [leader, other, follower])
+    assert world.planner.counters.prefilled_tokens == len(SYSTEM) + 2 + 6 + 2
+
+
+def test_equal_tokens_behind_another_prefix_are_waited_for_by_nobody() -> None:
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=32, inflight_prefix_min_tokens=8)
+    seen = [world.submit([start] * 12, stop=Stop(max_tokens=1)) for start in (50, 51)]
+    world.run()
+    records = [world.submit([start] * 12 + SYSTEM) for start in (50, 51)]
+    world.plan()
+    assert world.planner.num_running == 2 and world.planner.queue.num_waiting_for_prefix == 0
+    world.run()
+    check(world, [*seen, *records])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("rest", [-4, 0])
+def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int, rest: int) -> None:
+    """Beyond its chunk, as they would have filled the step: what they wait for, and a short rest of its own."""
+    world = World(
+        num_pages=1024 // page_size, page_size=page_size, chunk_tokens=8, max_tokens_per_step=40, num_slots=12
+    )
+    records = [world.submit([*SYSTEM, *range(2, 22), 30 + i, *range(2, 12 + rest)]) for i in range(4)]
+    lengths = []
+    while world.planner.queue.num_waiting_for_prefix or not lengths:
+        world.plan()
+        lengths.append([chunk.length for chunk in world.log[-1].chunks])
+        world.execute()
+        world.process()
+    shared = len(SYSTEM) + 20
+    assert lengths[0] == [40] and sum(map(sum, lengths[:2])) == shared + (7 if rest < 0 else 0)
+    world.run()
+    check(world, records)
+
+
+def test_a_leader_with_followers_leaves_others_their_chunks() -> None:
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=24, num_slots=12)
+    before = world.submit([60, 61] * 20)
+    records = [world.submit(SYSTEM) for _ in range(2)]
+    for _ in range(2):
+        world.plan()
+        assert [chunk.length for chunk in world.log[-1].chunks] == [8, 16]
+        world.execute()
+        world.process()
+    world.run()
+    check(world, [before, *records])
+
+
+def test_rows_of_a_step_are_in_the_order_of_its_chunks_when_a_leader_is_extended_to_its_end() -> None:
+    world = World(num_pages=1024, chunk_tokens=16, max_tokens_per_step=64, inflight_prefix_min_tokens=4, eos_rate=0.0)
+    leader = world.submit([*SYSTEM[:16], 5, 6, 7], sampling=Sampling(temperature=1.0, seed=1))
+    other = world.submit([60, 61, 62], sampling=Sampling(temperature=1.0, seed=2))
+    follower = world.submit([*SYSTEM[:16], 8, 9], sampling=Sampling(temperature=1.0, seed=3))
+    world.plan()
+    assert [chunk.length for chunk in world.log[-1].chunks] == [19, 3]
+    world.run()
+    check(world, [leader, other, follower])

@@ -73,3 +73,10 @@ def test_no_eviction_finds_more_than_the_bound(names: list[str], room: int) -> N
     prompts = prompts_of(names)
     total = sum(tokens for tokens, _ in prompts)
     assert best_hit_rate(prompts, 1, room * BLOCK) == pytest.approx(most_hits(prompts, room) / total)
+
+
+def test_prefixes_are_not_divided_among_replicas() -> None:
+    """Three on two replicas: one of them computes two, whatever the mean is."""
+    prompts = prompts_of(["aaa", "bbb", "ccc"])
+    bound = first_burst_s(prompts, replicas=2, num_requests=101, cost=COST, share=1.0)
+    assert bound == least_quantile(prompts, 2, 0) == 2 * (3 * BLOCK + 1)

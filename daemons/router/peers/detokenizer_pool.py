@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
+from radixmesh.daemons.router.peers.local_detokenizer import LocalDetokenizer
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
@@ -17,7 +18,7 @@ _BACKOFF_S = 0.2
 class DetokenizerPool(PeerPool):
     """Spreads entries over replicas; an output is on one of them, or waits here.
 
-    wait_s: how long an output waits. clock: monotonic seconds.
+    wait_s: how long an output waits. local: goes before all replicas, for what it takes. clock: monotonic seconds.
     """
 
     def __init__(
@@ -25,7 +26,9 @@ class DetokenizerPool(PeerPool):
         make_link: Callable[[str], DetokenizerLink],
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
+        local: LocalDetokenizer | None = None,
     ) -> None:
+        self.local = local
         self._make_link = make_link
         self._links: dict[str, DetokenizerLink] = {}
         self._wait_s = wait_s
@@ -40,6 +43,11 @@ class DetokenizerPool(PeerPool):
     @property
     def links(self) -> tuple[DetokenizerLink, ...]:
         return tuple(self._links.values())
+
+    @property
+    def all_links(self) -> tuple[DetokenizerLink, ...]:
+        """With the one in this process."""
+        return self.links if self.local is None else (*self.links, self.local)
 
     def add(self, address: str) -> None:
         if address not in self._links:
@@ -56,7 +64,7 @@ class DetokenizerPool(PeerPool):
 
     async def close(self) -> None:
         self._waiting.clear()
-        for link in self.links:
+        for link in self.all_links:
             await link.close()
 
     def open(self, output: Output) -> None:
@@ -96,7 +104,7 @@ class DetokenizerPool(PeerPool):
 
     def tick(self, now: float) -> list[tuple[Output, MeshError]]:
         """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
-        for link in self.links:
+        for link in self.all_links:
             link.flush_closes()
         if not self._waiting:
             return []
@@ -107,9 +115,11 @@ class DetokenizerPool(PeerPool):
         return [(output, self._nobody(output)) for output in late]
 
     def _pick(self, output: Output) -> DetokenizerLink | None:
+        now, local = self._clock(), self.local
+        if local is not None and self._backoff_until.get(local, 0.0) <= now and local.takes(output):
+            return local
         identity = output.request.resolved.model_identity
         able = [link for link in self.links if link.is_connected and link.serves(identity)]
-        now = self._clock()
         liked = [link for link in able if self._backoff_until.get(link, 0.0) <= now]
         # With a single replica a lost entry waits for the next tick: no hot loop of opening and losing.
         return min(liked, key=lambda link: link.num_entries) if liked else None

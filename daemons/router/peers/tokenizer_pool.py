@@ -79,17 +79,24 @@ class TokenizerPool(PeerPool):
 
     wait_s: bound of a call while no replica says that it works on it. hedge_s: silence after which replicas are asked
     for their health, and, if that is not well, another one for the answer. is_expected: whether there will be replicas,
-    if there are none yet.
+    if there are none yet. encode_here: answers what needs no replica, None for all else.
     """
 
     def __init__(
-        self, open_replica: Callable[[str], TokenizerReplica], *, wait_s: float, hedge_s: float, is_expected: bool
+        self,
+        open_replica: Callable[[str], TokenizerReplica],
+        *,
+        wait_s: float,
+        hedge_s: float,
+        is_expected: bool,
+        encode_here: Callable[[tokenizer_pb2.EncodeRequest], tokenizer_pb2.EncodeResponse | None] = lambda _: None,
     ) -> None:
         self._open_replica = open_replica
         self._replicas: dict[str, TokenizerReplica] = {}
         self._wait_s = wait_s
         self._hedge_s = hedge_s
         self._is_expected = is_expected
+        self._encode_here = encode_here
         self._turn = itertools.count()
         self._turns = TokenizerTurns(_MAX_BYTES_AT_ONCE)
         self._leaving: set[asyncio.Task[None]] = set()
@@ -120,6 +127,9 @@ class TokenizerPool(PeerPool):
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         """Raises what a replica says of the request, or NO_REPLICA when none has answered in time, TOO_LARGE."""
+        answer = self._encode_here(request)
+        if answer is not None:
+            return answer
         return await self._call(lambda replica, timeout_s: replica.encode(request, timeout_s), request)
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:

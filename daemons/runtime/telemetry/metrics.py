@@ -170,6 +170,14 @@ class Metrics:
         self.router_credits = make.gauge(
             "radixmesh_router_credits", "router", "Outputs sent to schedulers whose loads do not include them yet."
         )
+        self.local_encodes = make.counter(
+            "radixmesh_router_local_encodes_total",
+            "router",
+            "Prompts that the router encoded itself, with --tokenizer-path.",
+        )
+        self.local_outputs = make.gauge(
+            "radixmesh_router_local_outputs", "router", "Outputs that the router decodes itself, with --tokenizer-path."
+        )
         self.router_imbalance = make.gauge(
             "radixmesh_router_imbalance",
             "router",

@@ -172,10 +172,19 @@ class PlanDraft:
         self.num_logprob_bytes = 0
         """Bytes that the prompt logprobs of the chunks take in the result's message."""
         self._grants: list[Grants] = []
+        self._chunk_of: dict[int, int] = {}
 
     def add_grants(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Pages for slots that have no grant in this plan yet; see Grants."""
         self._grants.append(Grants(slots, counts, pages))
+
+    def extend_grants(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
+        """More pages for one slot, which has a chunk in this plan, and may have a grant for it."""
+        for index, part in enumerate(self._grants):
+            if len(part.slots) == 1 and part.slots[0] == slots[0]:
+                self._grants[index] = Grants(part.slots, part.counts + counts, np.concatenate([part.pages, pages]))
+                return
+        self.add_grants(slots, counts, pages)
 
     def grants(self) -> Grants | tuple[()]:
         """All of them."""
@@ -197,12 +206,25 @@ class PlanDraft:
         return sum(self.rank_tokens)
 
     def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool, rank: int = 0) -> None:
-        self.chunks.append(Chunk(slot=slot, length=length))
-        self.planned_chunks.append(PlannedChunk(slot, generation, length))
+        """Of a slot that has one already: both are one chunk."""
+        is_first = slot not in self._chunk_of
+        index = self._chunk_of.setdefault(slot, len(self.chunks))
+        if is_first:
+            self.chunks.append(Chunk(slot=slot, length=length))
+            self.planned_chunks.append(PlannedChunk(slot, generation, length))
+        else:
+            whole = self.chunks[index].length + length
+            self.chunks[index] = Chunk(slot=slot, length=whole)
+            self.planned_chunks[index] = PlannedChunk(slot, generation, whole)
         self.token_budgets[rank] -= length
         self.rank_tokens[rank] += length
         if is_last:
             self.finishing.append(slot)
+            if not is_first:
+                self.finishing.sort(key=self._chunk_of.__getitem__)
+
+    def has_chunk(self, slot: int) -> bool:
+        return slot in self._chunk_of
 
     def order_by_rank(self, slots_per_rank: int) -> None:
         """Chunks of one rank follow each other, as in its part of the plan and of the result."""

@@ -2,7 +2,12 @@
 
 n > 1 outputs of one prompt, or a burst behind one system prompt: the first one admitted is the leader. The followers
 are parked in the queue until the common part is computed and shared, or the leader is gone. A follower would have
-computed the same tokens in the same time, so it loses no more than the plans in flight.
+computed the same tokens in the same time, so it loses no more than the plans in flight. What followers leave of a
+step's tokens their leader gets, beyond its chunk.
+
+Leaders are found by their front: the tokens that follow what the cache had when they were admitted. A follower may
+find more there: another prompt that begins alike was cached meanwhile, be it by its first token. So fronts are looked
+for at all positions up to what it finds.
 
 It cannot deadlock: a leader is in a slot and prefills, oldest first, or gives up its slot. Whether it still leads is
 read from the slots before every plan. It is bounded: `max_waiting` at a time, `_MAX_WAITS` times a sequence.
@@ -10,6 +15,8 @@ read from the slots before every plan. It is bounded: `max_waiting` at a time, `
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +31,8 @@ from radixmesh.daemons.scheduler.sequence import Sequence
 _MAX_WAITS = 4
 # Finding out that somebody has to wait costs about 10 us.
 _MAX_WAITS_PER_PLAN = 32
+# Positions of fronts that are tried for one sequence, the last ones before the end of what it finds cached: 1 us each.
+_MAX_POSITIONS = 64
 
 # Namespace, position, and the tokens that come next there.
 _Front = tuple[Namespace, int, bytes]
@@ -52,6 +61,46 @@ class _Leader:
         self.followers: list[_Follower] = []
 
 
+class _Fronts:
+    """Leaders by front; one each."""
+
+    def __init__(self) -> None:
+        self._by_front: dict[_Front, Sequence] = {}
+        self._positions: list[int] = []
+        """Positions of all fronts, sorted; each once."""
+        self._num_at: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_front)
+
+    def __contains__(self, front: _Front) -> bool:
+        return front in self._by_front
+
+    def add(self, front: _Front, leader: Sequence) -> None:
+        """front: one that is not in."""
+        self._by_front[front] = leader
+        position = front[1]
+        if position not in self._num_at:
+            bisect.insort(self._positions, position)
+        self._num_at[position] = self._num_at.get(position, 0) + 1
+
+    def remove(self, front: _Front) -> None:
+        del self._by_front[front]
+        position = front[1]
+        self._num_at[position] -= 1
+        if not self._num_at[position]:
+            del self._num_at[position]
+            del self._positions[bisect.bisect_left(self._positions, position)]
+
+    def get(self, front: _Front) -> Sequence | None:
+        return self._by_front.get(front)
+
+    def positions_up_to(self, position: int) -> list[int]:
+        """The highest first, at most _MAX_POSITIONS."""
+        end = bisect.bisect_right(self._positions, position)
+        return self._positions[max(0, end - _MAX_POSITIONS) : end][::-1]
+
+
 class InflightPrefixes:
     """Leaders of one epoch and their followers. min_tokens: shortest common part to wait for, beyond the cache."""
 
@@ -61,7 +110,7 @@ class InflightPrefixes:
         self._min_tokens = min_tokens
         self._max_waiting = max_waiting
         self._leaders: dict[Sequence, _Leader] = {}
-        self._by_front: dict[_Front, Sequence] = {}
+        self._fronts = _Fronts()
         self._num_parked_in_plan = 0
 
     def lead(self, state: EpochState, sequence: Sequence, num_cached: int) -> None:
@@ -69,29 +118,35 @@ class InflightPrefixes:
         ids = sequence.token_ids()
         if len(ids) - num_cached < self._min_tokens:
             return
-        front = self._front_of(state, sequence, ids, num_cached)
-        if front not in self._by_front:
-            self._by_front[front] = sequence
+        front = self._front_at(state.pages.namespace_of(sequence), ids, num_cached)
+        if front not in self._fronts:
+            self._fronts.add(front, sequence)
             self._leaders[sequence] = _Leader(sequence.generation, ids, front)
 
     def ahead_of(self, state: EpochState, sequence: Sequence, num_cached: int) -> Ahead | None:
         """The leader for a waiting sequence with so many tokens in the cache; None = there is none, or it has waited
         often enough."""
-        if not self._by_front:
+        if not self._fronts:
             return None
         ids = sequence.token_ids()[: sequence.max_cached_len()]
         if sequence.num_prefix_waits >= _MAX_WAITS or len(ids) - num_cached < self._min_tokens:
             return None
-        other = self._by_front.get(self._front_of(state, sequence, ids, num_cached))
-        if other is None:
-            return None
+        namespace = state.pages.namespace_of(sequence)
+        for position in self._fronts.positions_up_to(num_cached):
+            other = self._fronts.get(self._front_at(namespace, ids, position))
+            if other is not None and (until := self._common_end(state, other, ids, num_cached)):
+                return Ahead(other, until)
+        return None
+
+    def _common_end(self, state: EpochState, other: Sequence, ids: IntArray, num_cached: int) -> int:
+        """The end of what tokens have in common with a leader, in whole pages; 0: it is not worth a wait."""
         leader = self._leaders[other]
-        num = min(len(ids), len(leader.ids))
-        page_size = state.group.page_size
+        num, page_size = min(len(ids), len(leader.ids)), state.group.page_size
         until = (num_cached + _num_equal(ids[num_cached:num], leader.ids[num_cached:num])) // page_size * page_size
         if until - num_cached < self._min_tokens or not _leads(state, other, leader):
-            return None
-        return Ahead(other, until)
+            return 0
+        # Equal tokens at equal positions, behind others, are another prefix.
+        return until if np.array_equal(ids[:num_cached], leader.ids[:num_cached]) else 0
 
     def park(self, sequence: Sequence, ahead: Ahead) -> bool:
         """Parks a waiting sequence behind its leader; False at the bounds of parked ones: it is admitted."""
@@ -113,6 +168,21 @@ class InflightPrefixes:
             elif leader.followers:
                 self._advance(state, sequence, leader)
 
+    def awaited(self) -> Iterator[tuple[Sequence, int]]:
+        """Leaders with followers, and the end of what the furthest of these waits for."""
+        for sequence, leader in self._leaders.items():
+            if leader.followers:
+                yield sequence, max(follower.until for follower in leader.followers)
+
+    def num_due(self, state: EpochState) -> int:
+        """Followers whose prefix is planned to its end."""
+        return sum(
+            follower.until <= state.table.planned_len.item(sequence.slot)
+            for sequence, leader in self._leaders.items()
+            if leader.followers and sequence.slot >= 0
+            for follower in leader.followers
+        )
+
     def _advance(self, state: EpochState, sequence: Sequence, leader: _Leader) -> None:
         """Shares the pages that a leader has computed so far, if a follower waits for no more than those."""
         computed = int(state.table.computed_len[sequence.slot])
@@ -125,23 +195,22 @@ class InflightPrefixes:
         leader.followers = [follower for follower in leader.followers if follower.until > computed]
         # Requests that are admitted from now on find that much in the cache.
         shared = computed // state.group.page_size * state.group.page_size
-        del self._by_front[leader.front]
-        leader.front = self._front_of(state, sequence, leader.ids, shared)
-        if len(leader.ids) - shared < self._min_tokens or leader.front in self._by_front:
+        self._fronts.remove(leader.front)
+        leader.front = self._front_at(state.pages.namespace_of(sequence), leader.ids, shared)
+        if len(leader.ids) - shared < self._min_tokens or leader.front in self._fronts:
             self._drop(sequence, leader)
         else:
-            self._by_front[leader.front] = sequence
+            self._fronts.add(leader.front, sequence)
 
     def _drop(self, sequence: Sequence, leader: _Leader) -> None:
         del self._leaders[sequence]
-        if self._by_front.get(leader.front) is sequence:
-            del self._by_front[leader.front]
+        if self._fronts.get(leader.front) is sequence:
+            self._fronts.remove(leader.front)
         for follower in leader.followers:
             self._queue.unpark(follower.sequence)
 
-    def _front_of(self, state: EpochState, sequence: Sequence, ids: IntArray, num_cached: int) -> _Front:
-        following = ids[num_cached : num_cached + self._min_tokens]
-        return state.pages.namespace_of(sequence), num_cached, following.tobytes()
+    def _front_at(self, namespace: Namespace, ids: IntArray, position: int) -> _Front:
+        return namespace, position, ids[position : position + self._min_tokens].tobytes()
 
 
 def _leads(state: EpochState, sequence: Sequence, leader: _Leader) -> bool:

@@ -7,7 +7,8 @@ import threading
 
 
 def make_context_beside(device: int = 0) -> None:
-    """Starts to make it, in a thread of its own. torch takes the one that is there; what fails here it says itself."""
+    """Starts to make it, in a thread of its own. torch takes the one that is there; what fails here it says itself. May
+    be called again."""
     threading.Thread(target=_retain, args=(device,), name="context", daemon=True).start()
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant, SlotRows
@@ -24,12 +25,21 @@ class Experts(ABC):
     weighs_results: bool = True
     """Weights of picks multiply what experts give, not what they read."""
 
+    share: RowShare = WHOLE
+    """Rows of a step that this rank brings to them: all of them, unless others of its batch bring the rest."""
+
     @abstractmethod
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
         """Adds the weighted sum of what each row's experts make of x, and what an MLP beside them does, to the residual
-        in place."""
+        in place. num_expected: about how many picks are of these experts; None: all."""
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         """[T, D], contiguous: that sum alone, of rows of which about num_expected picks are of these experts."""
@@ -55,10 +65,24 @@ class PlainExperts(Experts):
         self.weighs_results = not variant.scales_input
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
-        self._ops.experts(x_TD, routes, *weights, self._variant, residual_TD=residual_TD, beside=beside)
+        self._ops.experts(
+            x_TD,
+            routes,
+            *weights,
+            self._variant,
+            residual_TD=residual_TD,
+            num_expected=num_expected,
+            beside=beside,
+        )
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
@@ -109,10 +133,16 @@ class Fp8Experts(Experts):
         self._ops, self._weights = ops, weights
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
         assert beside is None, "an MLP beside FP8 experts is one of the projections"
-        self._ops.experts(x_TD, routes, self._weights, residual_TD=residual_TD)
+        self._ops.experts(x_TD, routes, self._weights, residual_TD=residual_TD, num_expected=num_expected)
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         return self._ops.experts(x_TD, routes, self._weights, num_expected=num_expected)

@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
+from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
@@ -31,6 +32,7 @@ from radixmesh.daemons.worker.cuda.drafting.load import (
 from radixmesh.daemons.worker.cuda.drafting.network import LoadedNetwork
 from radixmesh.daemons.worker.cuda.expert_parallel.choice import create_device_dispatch
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves, moving_bytes
+from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel, SharedOut
@@ -68,8 +70,7 @@ _PAGES_TO_COMPILE = 64
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
     that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts. staging_bytes: of
-    the GPU's memory that KV transfers will take. few_rows_gemm, no flag: a GEMM for up to 8 rows that has no figures
-    yet is tuned too."""
+    the GPU's memory that KV transfers will take."""
 
     dtype: str
     attention_backend: str
@@ -96,7 +97,6 @@ class DeviceSettings:
     staging_bytes: int = 0
     two_batch_min_rows: int = 0
     mask_processes: int = 0
-    few_rows_gemm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def load_cuda_runner(
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     group = _create_group(settings, ranks, device)
-    shared = create_shared_out(settings, experts, device)
+    shared = create_shared_out(settings, experts, device, ranks)
     runner = create_runner(load_on_device(folder, settings, device, compilers, group, shared))
     if compilers is not None:
         compilers.wait(meanwhile)
@@ -180,9 +180,12 @@ def load_on_device(
     compilers: KernelCompilers | None = None,
     group: DeviceGroup | None = None,
     experts: SharedOut | None = None,
+    *,
+    is_said: bool = True,
 ) -> ModelOnDevice:
     """First phase of a start: reads the weights and tunes kernels for them. compilers: are told which Triton kernels
-    there will be before anything is tuned. Raises as `load_cuda_runner`."""
+    there will be before anything is tuned, and before weights are read where their values decide nothing. is_said: the
+    log tells of the weights. Raises as `load_cuda_runner`."""
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
@@ -190,6 +193,10 @@ def load_on_device(
     check_kernels(settings)
     _check_rows(settings)
     _check_deterministic(folder, settings)
+    if compilers is not None and _has_kernels_of_shapes(folder, settings):
+        of_shapes = replace(settings, load_format="dummy", tune_gemm=False)
+        _ask(compilers, lambda: load_on_device(folder, of_shapes, device, is_said=False))
+        compilers = None
     placement = Placement(
         device=where,
         dtype=dtype,
@@ -206,6 +213,7 @@ def load_on_device(
             quantization=settings.quantization,
             attention=attention,
             model_impl=settings.model_impl,
+            is_said=is_said,
         )
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
@@ -213,6 +221,7 @@ def load_on_device(
     links = (group, None if experts is None else experts.dispatch)
     can_capture = all(link.can_capture for link in links if link is not None)
     has_graphs = settings.cuda_graphs and model.can_capture and can_capture
+    travels = experts is not None and experts.dispatch.travels
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(
@@ -220,9 +229,9 @@ def load_on_device(
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
-        # Steps with chunks are normal forwards, in which ranks tell each other how many rows come.
-        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs and experts is None else (),
-        two_batch_min_rows=0 if experts is None else settings.two_batch_min_rows,
+        # Steps with chunks are normal forwards: rows that travel are counted by the host first.
+        prompt_rows=() if travels or not has_graphs else default_prompt_rows(settings.max_tokens_per_step),
+        two_batch_min_rows=settings.two_batch_min_rows if travels else 0,
         mask_processes=settings.mask_processes,
     )
     with fitting("weights of the network that drafts", "--speculative-algorithm, its folder, or the model"):
@@ -246,6 +255,21 @@ def load_on_device(
     if compilers is not None and settings.kernels == "triton":
         _ask(compilers, lambda: with_kernels(replace(settings, tune_gemm=False), ()))
     return with_kernels(settings, limits.graph_rows)
+
+
+def _has_kernels_of_shapes(folder: Path, settings: DeviceSettings) -> bool:
+    """True if random weights on the device have the same kernels as the folder's, and take no time: those that are
+    quantised are made by kernels, which would be compiled one by one. Scales of FP8 KV are in the folder."""
+    config = ConfigReader.open(folder)
+    return (
+        settings.kernels == "triton"
+        and settings.load_format != "dummy"
+        and settings.kv_dtype != "fp8"
+        and settings.speculation is None
+        and settings.quantization in ("auto", "none")
+        and read_quantization(config) is None
+        and not is_chosen(config.strings("architectures")[0], settings.model_impl)
+    )
 
 
 def _ask(compilers: KernelCompilers, untuned: Callable[[], ModelOnDevice]) -> None:
@@ -325,7 +349,7 @@ def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
         + _tree_bytes(loaded)
         + _dispatch_bytes(loaded)
         + settings.staging_bytes,
-        num_expert_ranks=1 if loaded.experts is None else loaded.experts.dispatch.size,
+        others_rows=0 if loaded.experts is None else loaded.experts.dispatch.others_rows(limits.max_tokens_per_step),
     )
     return choose_num_pages(memory, model, token_bytes, device)
 
@@ -407,11 +431,16 @@ def _invalid(field: str, what: str) -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{field} {what}", {"field": field})
 
 
-def create_shared_out(settings: DeviceSettings, placed: ExpertDispatch | None, device: Device) -> SharedOut | None:
-    """The way to the ranks that share the experts, if any do. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+def create_shared_out(
+    settings: DeviceSettings, placed: ExpertDispatch | None, device: Device, ranks: RankGroup | None = None
+) -> SharedOut | None:
+    """The way to the ranks that share the experts, if any do. ranks: those that hold the model together. Raises
+    MeshError INVALID_ARGUMENT or UNSUPPORTED."""
     if placed is None or placed.size == 1:
         return None
     assert isinstance(placed, AllToAllDispatch), "ranks share experts by a group of theirs"
     # No rank decodes more rows at a time than it has slots.
-    dispatch = create_device_dispatch(settings.ep_transport, placed.group, device, max_room=settings.num_slots)
+    batch = WHOLE if ranks is None else RowShare(ranks.rank, ranks.size)
+    room = settings.num_slots
+    dispatch = create_device_dispatch(settings.ep_transport, placed.group, device, max_room=room, batch=batch)
     return SharedOut(dispatch, placed)

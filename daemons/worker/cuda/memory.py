@@ -24,7 +24,7 @@ _SPARE_BYTES = 1536 * 2**20
 class MemorySettings:
     """mem_fraction: share of the device's memory that weights, work space and KV take together. graph_rows,
     prompt_rows: sizes of the steps that are captured, of decodes and with chunks. attention_bytes: what attention keeps
-    beside the pages. num_expert_ranks: those that share the experts; each may get the rows of all."""
+    beside the pages. others_rows: of other ranks' steps, as many as may come to the experts of this one."""
 
     mem_fraction: float
     num_pages: int | None
@@ -35,7 +35,7 @@ class MemorySettings:
     graph_rows: tuple[int, ...] = ()
     prompt_rows: tuple[int, ...] = ()
     attention_bytes: int = 0
-    num_expert_ranks: int = 1
+    others_rows: int = 0
 
 
 def choose_num_pages(settings: MemorySettings, model: LoadedModel, token_bytes: int, device: torch.device) -> int:
@@ -96,7 +96,7 @@ def _memory_figures() -> dict[str, object]:
 def work_bytes(settings: MemorySettings, model: LoadedModel) -> int:
     """Memory of a step beside weights and KV: rows of activations, logits, tables by slot."""
     rows = settings.max_tokens_per_step * model.row_bytes()
-    rows += (settings.num_expert_ranks - 1) * settings.max_tokens_per_step * model.expert_row_bytes()
+    rows += settings.others_rows * model.expert_row_bytes()
     itemsize = model.dtype.itemsize
     # Logits, and what penalties work in: float32 and counts.
     logits = settings.num_slots * model.vocab_size * (2 * itemsize + 8)

@@ -85,7 +85,7 @@ class DeviceRunner(ModelRunner):
     ) -> None:
         """create_network: of a model that a network drafts for: `verify(runner.network_drafter)`. use_pdl: kernels at a
         step's beginning and end may begin before those ahead of them have ended (Hopper). group: the ranks that hold
-        the model together with this one. experts: carries rows to those that share its experts."""
+        the model together with this one. experts: reaches those that share its experts."""
         self._describe(model, pool, limits, is_deterministic=is_deterministic, group=group)
         self._limits = limits
         self._admissions = 0
@@ -117,7 +117,7 @@ class DeviceRunner(ModelRunner):
                 device=device,
             )
             self._sampler = self._create_sampler(max_rows=limits.num_slots, masks=self.masks)
-            is_cut = bool(limits.two_batch_min_rows) and experts is not None
+            is_cut = bool(limits.two_batch_min_rows) and links.travels is not None
             second = create_attention(self.slots.page_tables) if is_cut else None
             self.forwards = StepForwards(
                 *(device, model, self.attention, self.slots, self.masks, limits),
@@ -125,7 +125,7 @@ class DeviceRunner(ModelRunner):
                 use_pdl=use_pdl,
                 embed_pooling=embed_pooling,
                 network=self._network,
-                experts=experts,
+                experts=links.travels,
                 second=None if second is None else SecondHalf(second, limits.two_batch_min_rows),
             )
             self._clock = DeviceClock(device.record_event())
@@ -219,7 +219,7 @@ class DeviceRunner(ModelRunner):
             self.links.form()
         connected = time.monotonic()
         if self.links.is_captured_anew:
-            if is_again and self.links.experts is not None:
+            if is_again and self.links.travels is not None:
                 # Requests wait.
                 self.forwards.capture_late()
             else:
@@ -332,7 +332,7 @@ class DeviceRunner(ModelRunner):
         return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
-        if not len(rows.slots) and self.links.experts is None:
+        if not len(rows.slots) and self.links.travels is None:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
             return self._results.handle(start, start, StepHandle.of(NOTHING), rows.slots, moves=self._moves)
@@ -342,7 +342,7 @@ class DeviceRunner(ModelRunner):
     def _may_decode(self, rows: DecodeRows, segments: Sequence[Segment]) -> bool:
         """True if chunks can go as rows of decodes: prompts of which all but the last token was there, as of outputs
         whose KV has come from elsewhere. That takes the graph of a step without them, and no sampling beside it."""
-        if self._network is not None or self.links.experts is not None:
+        if self._network is not None or self.links.travels is not None:
             return False
         are_tokens = all(
             len(segment.ids) == 1 and segment.sample is not None and segment.prompt_logprobs is None

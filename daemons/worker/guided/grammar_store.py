@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -43,11 +44,16 @@ class GrammarStore:
         holds the interpreter: 9 s on a busy machine.
         """
         with self._reading:
+            if self._backend is not None:
+                return
+            started = time.monotonic()
             try:
-                self._backend = self._backend or self._make_backend()
+                self._backend = self._make_backend()
             except MeshError as error:
                 # Requests that need it are told so; all others can be served.
                 log.warning("grammars_not_ready", error=str(error))
+            else:
+                log.info("grammars_ready", seconds=round(time.monotonic() - started, 3))
 
     def is_grammar(self, blob: bytes) -> bool:
         """True for a blob that says it is one, of whatever version."""

@@ -124,7 +124,8 @@ class MaskPart:
         self.is_awaited = False
         """Tokens were on their way to it since its last masks came."""
         self.told_s = self.sent_s = 0.0
-        """When the last tokens came, and when they were on their way, by the clock of perf_counter()."""
+        """When the last tokens came, 0: their masks have been told of; and when they were on their way. By the clock of
+        perf_counter()."""
         self._is_gone = False
         self._shared, self._folder, self._backend = shared, folder, backend
         self._lock = shared.lock

@@ -306,8 +306,10 @@ def _log_times(parts: Sequence[MaskPart], since_s: float) -> None:
     """Of the last tokens of each part, until they were sent, masks were reported, and these were on the device."""
     now_s = time.perf_counter()
     for part in parts:
-        times_s = part.sent_s, since_s, now_s
-        log.debug("masks_published", until_ms=[round((at_s - part.told_s) * 1e3, 3) for at_s in times_s])
+        told_s, part.told_s = part.told_s, 0.0
+        if told_s:  # Otherwise these are first masks, of outputs that came.
+            times_s = part.sent_s, since_s, now_s
+            log.debug("masks_published", until_ms=[round((at_s - told_s) * 1e3, 3) for at_s in times_s])
 
 
 def _cannot_follow(error: Exception) -> MeshError:

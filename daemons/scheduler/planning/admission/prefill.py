@@ -105,6 +105,11 @@ class Prefill:
         for rank in blocked:
             # Nobody enters where a prefill waits for pages.
             draft.token_budgets[rank] = 0
+        self._admit_waiting(state, draft, may_admit, only)
+        if only is None and not draft.has_retracted:
+            self._extend_leaders(state, draft)
+
+    def _admit_waiting(self, state: EpochState, draft: PlanDraft, may_admit: bool, only: Sequence | None) -> None:
         while may_admit and not draft.has_retracted and max(draft.token_budgets) > 0:
             # An admit carries its tokens, cached pages and options whole, however little of it is to be computed.
             if draft.num_admit_bytes >= MAX_FRAME_BYTES or len(draft.admits) >= MAX_FRAME_ENTRIES:
@@ -112,6 +117,21 @@ class Prefill:
             request_or_none = only or self._queue.head()
             if request_or_none is None or not self._admit(state, draft, request_or_none) or only is not None:
                 return
+
+    def _extend_leaders(self, state: EpochState, draft: PlanDraft) -> None:
+        """Gives what is left of the step's tokens to prefixes that others wait for: these leave it over by waiting.
+
+        And to the rest of the leader's own prompt, if it is no more than a chunk: it would be in their step otherwise.
+        """
+        for sequence, until in self._inflight_prefixes.awaited():
+            if not _is_prefilling(state, sequence):
+                continue
+            rank = state.table.rank_of(sequence.slot)
+            target = state.table.target_len.item(sequence.slot)
+            end = target if target - until <= self._limits.chunk_tokens else until
+            most = end - state.table.planned_len.item(sequence.slot)
+            if most > 0 and draft.token_budgets[rank] > 0:
+                self._add_chunk(state, draft, sequence, rank, most=most)
 
     def has_room(self, state: EpochState, sequence: Sequence, rank: int) -> bool:
         """True if a request could be admitted to that rank now."""
@@ -124,20 +144,30 @@ class Prefill:
         needed = self._wanted_pages(state, sequence) - pages.probe(sequence).num_pages
         return needed + self._reserved(state, rank) - pages.num_available
 
+    def num_due_followers(self, state: EpochState) -> int:
+        """Requests whose wait for a prefix ends with the results of the plans in flight."""
+        return self._inflight_prefixes.num_due(state)
+
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""
         return self._decode_reserve.reserved_of(state.table, page_size, slot)
 
-    def _add_chunk(self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int) -> bool:
+    def _add_chunk(
+        self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int, *, most: int | None = None
+    ) -> bool:
         """Adds the next chunk of a request in a slot; False if there is no page for a single token.
 
-        None is added where the logprobs of its prompt would make the result's message too long: the next plan's turn.
+        most: tokens of it; None = --chunk-tokens.
+
+        No chunk is added where the logprobs of its prompt would make the result's message too long: the next plan's
+        turn.
         """
         table, page_size, slot = state.table, state.group.page_size, sequence.slot
         planned, target = table.planned_len.item(slot), table.target_len.item(slot)
         pages = state.ranks[rank]
         num_pages, available = table.num_pages.item(slot), pages.num_available
-        length = min(target - planned, draft.token_budgets[rank], self._limits.chunk_tokens)
+        most = self._limits.chunk_tokens if most is None else most
+        length = min(target - planned, draft.token_budgets[rank], most)
         length = min(length, (num_pages + available) * page_size - planned)
         if length <= 0:
             return False
@@ -150,11 +180,12 @@ class Prefill:
         is_last = planned + length == target
         missing = max(0, pages_for(planned + length, page_size) - num_pages)
         if is_last:
-            most = pages_for(sequence.max_total_len - 1, page_size) - num_pages
-            missing = max(missing, min(missing + self._limits.ahead_pages, most, available))
+            most_pages = pages_for(sequence.max_total_len - 1, page_size) - num_pages
+            missing = max(missing, min(missing + self._limits.ahead_pages, most_pages, available))
         if missing:
             slots, counts = as_ints([slot]), as_ints([missing])
-            draft.add_grants(slots, counts, pages.grant(slots, counts))
+            grant = draft.extend_grants if draft.has_chunk(slot) else draft.add_grants
+            grant(slots, counts, pages.grant(slots, counts))
         draft.add_chunk(slot, sequence.generation, length, is_last=is_last, rank=rank)
         table.plan_chunk(slot, planned + length)
         if is_last and sequence.submission.task is Task.GENERATE and sequence.submission.send_kv_to is None:

@@ -17,6 +17,10 @@ class StepEstimate:
         old = self._us.get(bucket)
         self._us[bucket] = device_us if old is None else old + _WEIGHT * (device_us - old)
 
+    def knows(self, num_tokens: int) -> bool:
+        """True if a step of about so many tokens was observed."""
+        return num_tokens.bit_length() in self._us
+
     def expect_us(self, num_tokens: int) -> int:
         """Expected microseconds; 0 = nothing is known yet.
 

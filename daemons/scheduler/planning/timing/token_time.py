@@ -18,6 +18,12 @@ class TokenTime:
         self.us = 0.0
         """Microseconds a token; 0 = not known yet. Kept while all steps are of about one size, which tells nothing."""
 
+    def expect_us(self, num_tokens: int) -> float:
+        """Microseconds of a step of so many tokens, by the same line; 0 = not known."""
+        if not self.us:
+            return 0.0
+        return max(0.0, (self._us + self.us * (self._num * num_tokens - self._tokens)) / self._num)
+
     def observe(self, num_tokens: int, device_us: float, expected_us: int) -> None:
         """A step of so many tokens took so long. expected_us: of a step of that size; 0 = not known."""
         if expected_us and device_us > _OUTLIER * expected_us:

@@ -107,7 +107,7 @@ class BufferDispatch(DeviceDispatch):
     ) -> None:
         """normal: carries normal forwards, and those of ranks that are alone. name: of the transport, for errors.
         size_hint: bytes of a buffer, as the library tells."""
-        super().__init__(normal.ranks, max_room=max_room)
+        super().__init__(normal.ranks, max_room=max_room, share=normal.share)
         self._name, self._open, self._size_hint, self._normal = name, open_buffer, size_hint, normal
         self._shape: BufferShape | None = None
         self.buffer: LowLatencyBuffer | None = None
@@ -133,14 +133,14 @@ class BufferDispatch(DeviceDispatch):
                 "nccl",
                 {"feature": "ep_transport"},
             )
-        shape = BufferShape(self.max_room, hidden_size, num_slots, self.size)
+        shape = BufferShape(self.share.most(self.max_room), hidden_size, num_slots, self.size)
         assert self._shape in (None, shape), "layers of one model have as many experts"
         self._shape = shape
 
     def buffer_bytes(self, num_slots: int, hidden_size: int) -> int:
-        shape = BufferShape(self.max_room, hidden_size, num_slots, self.size)
+        shape = BufferShape(self.share.most(self.max_room), hidden_size, num_slots, self.size)
         # Rows that come, what experts make of them on the way, and their results: for as many as there is room for.
-        rows = num_slots * self.max_room * self.size
+        rows = num_slots * shape.max_rows * self.size
         return self._size_hint(shape) + _TENSORS * rows * hidden_size * torch.bfloat16.itemsize
 
     def form(self) -> None:
@@ -184,11 +184,11 @@ class BufferDispatch(DeviceDispatch):
         x_PXD, counts_P, handle, receive = buffer.dispatch(x_TD, slots_TA, is_split=self.is_cut)
         received = self._under_way(receive)
         num_picks = slots_TA.shape[1]
-        most = self.room * self.size * min(num_picks, len(x_PXD))
+        most = self.own_room * self.size * min(num_picks, len(x_PXD))
 
         def came() -> Came:
             received()
-            rows = SlotRows(x_PXD, counts_P, min(most, x_PXD.shape[0] * x_PXD.shape[1]), self.room * num_picks)
+            rows = SlotRows(x_PXD, counts_P, min(most, x_PXD.shape[0] * x_PXD.shape[1]), self.own_room * num_picks)
             return Came(rows, _Sent(slots_TA, routes.weights_TA, handle))
 
         return came

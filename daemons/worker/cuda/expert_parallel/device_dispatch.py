@@ -21,6 +21,7 @@ import torch
 
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
@@ -49,26 +50,41 @@ class DeviceDispatch(ABC):
     """Rows to experts and back on the current stream, by all ranks in the same order. Until `form` a rank is alone:
     nothing comes from others, so that steps can be warmed up and captured.
 
-    room: rows of a rank in the next forward at low latency, 0 for a normal one. can_capture: forwards at low latency
-    may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so that each
-    generation needs graphs of its own. mixes: a rank may replay a graph while another one launches the same forward
-    kernel by kernel. is_cut: two halves of a step take turns, so that rows of both may be under
-    way at a time. tokens: which rows of the next forward are no padding; None: all.
+    travels: rows go to ranks with other rows, so that all ranks run each forward, with the same room, also without rows
+    of their own. room: rows of a step in the next forward at low latency, 0 for a normal one. can_capture: forwards at
+    low latency may be recorded in graphs, each for one room. is_captured_anew: graphs hold the group's connections, so
+    that each generation needs graphs of its own. mixes: a rank may replay a graph while another one launches the same
+    forward kernel by kernel. is_cut: two halves of a step take turns, so that rows of both may be under way at a time.
+    tokens: which rows of this rank's share of the next forward are no padding; None: all. turn: shifts the copies of
+    experts that rows take. counts_picks: of the ranks that route the same rows, this one counts what they picked.
     """
 
     can_capture: bool = True
     is_captured_anew: bool = False
     mixes: bool = True
+    travels: bool = True
+    counts_picks: bool = True
 
-    def __init__(self, ranks: RankGroup, *, max_room: int) -> None:
-        """ranks: those that share the experts, by which they meet on their hosts. max_room: more rows of a rank than
-        these are a normal forward."""
+    def __init__(self, ranks: RankGroup, *, max_room: int, share: RowShare = WHOLE) -> None:
+        """ranks: those that share the experts, by which they meet on their hosts. max_room: more rows of a step than
+        these are a normal forward. share: of a step's rows, those that this rank brings to the experts."""
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
+        self.turn = ranks.rank
         self.max_room = max_room
+        self.share = share
         self.room = 0
         self.is_cut = False
         self.tokens: TokenRows | None = None
+
+    @property
+    def own_room(self) -> int:
+        """Rows that any rank brings to the next forward at low latency at most; 0 for a normal one."""
+        return self.share.most(self.room)
+
+    def next_rows(self, row_slots_T: torch.Tensor, dummy_slot: int) -> None:
+        """Says which rows the next forward has: those of the dummy slot are padding."""
+        self.tokens = TokenRows(row_slots_T[self.share.of(len(row_slots_T))], dummy_slot)
 
     @property
     @abstractmethod
@@ -79,6 +95,10 @@ class DeviceDispatch(ABC):
         """Told by each layer before the ranks meet: slots of this rank, what its rows are of, and whether weights of
         picks multiply what experts give. Raises MeshError UNSUPPORTED where such rows do not travel this way."""
         return
+
+    def others_rows(self, num_rows: int) -> int:
+        """Rows of other ranks that come to a forward of so many rows at most, beyond as many as the forward has."""
+        return max(0, self.share.most(num_rows) * self.size - num_rows)
 
     def buffer_bytes(self, num_slots: int, hidden_size: int) -> int:
         """Memory that it takes on the device once the ranks have met. Default: none that is worth counting."""
@@ -123,8 +143,9 @@ class DeviceDispatch(ABC):
 class DispatchedExperts(Experts):
     """Experts of a layer of which this rank has some: `local`, at its slots.
 
-    slots: of all ranks. picks_E: int32 on the device, how often tokens of this rank have picked each expert. The table
-    of slots lies on the device, and is written in place: graphs that read it stay as they are when experts move.
+    slots: of all ranks. picks_E: int32 on the device, how often tokens of this rank's share of rows have picked each
+    expert. The table of slots lies on the device, and is written in place: graphs that read it stay as they are when
+    experts move.
     """
 
     def __init__(
@@ -139,22 +160,36 @@ class DispatchedExperts(Experts):
         """placed: which rank holds which experts when weights are loaded. norm_D: of the rows, for their size and
         dtype."""
         self._local, self._dispatch, self._ops = local, dispatch, ops
+        self.share, self.travels = dispatch.share, dispatch.travels
         self.slots = placed.first_slots(num_experts)
         self._num_held = self.slots.per_rank
         self.table = slot_table(self.slots.experts_S, num_experts).to(norm_D.device)
         self.picks_E = torch.zeros(num_experts, dtype=torch.int32, device=norm_D.device)
+        self._counted_E = self.picks_E if dispatch.counts_picks else torch.zeros_like(self.picks_E)
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype, weighs_results=local.weighs_results)
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, beside: BesideMlp | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
         assert beside is None, "an MLP beside experts on other ranks is launched while rows travel"
-        self.compute(self.send(x_TD, routes)())(residual_TD)
+        came = self.send(x_TD, routes)()
+        if self.travels:
+            self.compute(came)(residual_TD)
+            return
+        assert isinstance(came.rows, RoutedRows)
+        if len(x_TD):
+            self._local.add_to(residual_TD, *came.rows)
 
     def send(self, x_TD: torch.Tensor, routes: Routes) -> Callable[[], Came]:
-        """Begins; as DeviceDispatch.start_dispatch."""
+        """Begins, with this rank's share of a step's rows; as DeviceDispatch.start_dispatch."""
         dispatch = self._dispatch
-        routes = self._ops.choose_slots(routes, self.table, self.picks_E, dispatch.rank, dispatch.tokens)
+        routes = self._ops.choose_slots(routes, self.table, self._counted_E, dispatch.turn, dispatch.tokens)
         return dispatch.start_dispatch(x_TD, routes, self._num_held)
 
     def compute(self, came: Came) -> Callable[[torch.Tensor], None]:

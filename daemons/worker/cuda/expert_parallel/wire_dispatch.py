@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cuda.expert_parallel.device_dispatch import Came, DeviceDispatch, RoutedRows
+from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.expert_parallel.wire import Wire
 from radixmesh.kernels.moe.exchange_rows import (
     add_parts,
@@ -50,8 +51,8 @@ class WireDispatch(DeviceDispatch):
     # launched alone goes through buffers of its own.
     mixes = False
 
-    def __init__(self, wire: Wire, *, max_room: int) -> None:
-        super().__init__(wire.ranks, max_room=max_room)
+    def __init__(self, wire: Wire, *, max_room: int, share: RowShare = WHOLE) -> None:
+        super().__init__(wire.ranks, max_room=max_room, share=share)
         self._wire = wire
         self.can_capture, self.is_captured_anew = wire.can_capture, wire.is_captured_anew
         self._is_formed = False
@@ -85,7 +86,7 @@ class WireDispatch(DeviceDispatch):
         return lambda residual_TD: _add_of_some(back(), route, residual_TD)
 
     def _to_all(self, x_TD: torch.Tensor, routes: Routes, num_held: int) -> Callable[[], Came]:
-        num_rows, room = len(x_TD), self.room
+        num_rows, room = len(x_TD), self.own_room
         assert num_rows <= room, f"{num_rows} rows in a forward at low latency with room for {room}"
         packed_CW = _pack(x_TD, routes, room)
         gathered = self._wire.start_gather(packed_CW)

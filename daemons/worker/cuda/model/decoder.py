@@ -214,8 +214,6 @@ class DeviceDecoder(DeviceModel):
     def layers(
         self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
     ) -> torch.Tensor:
-        if self._vocabulary is not None:
-            x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         if self._shared is not None:
             self._shared.next_rows(target)
         residual = self._begin(x_TD, target)
@@ -228,7 +226,7 @@ class DeviceDecoder(DeviceModel):
         return residual.rows()
 
     def stages(self, half: HalfBatch) -> Stages:
-        assert self._vocabulary is None and self._shared is not None and not self._config.is_parallel
+        assert self._shared is not None and not self._config.is_parallel
         residual = self._begin(half.x_TD, half.target)
         for layer in self.parts:
             layer.attention.run(residual, half.target, half.attention)
@@ -237,6 +235,8 @@ class DeviceDecoder(DeviceModel):
 
     def _begin(self, x_TD: torch.Tensor, target: KvTarget) -> Residual:
         """The residual ahead of the first layer; changes x."""
+        if self._vocabulary is not None:
+            x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         if self._embedding_scale != 1.0:
             x_TD *= self._embedding_scale
         if self._positions_PD is not None:

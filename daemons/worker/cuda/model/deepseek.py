@@ -157,11 +157,9 @@ class DeviceDeepseek(DeviceModel):
     def layers(
         self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None = None
     ) -> torch.Tensor:
-        if self._vocabulary is not None:
-            x_TD = self._vocabulary.embed(x_TD[:, 0], self._embedding_WD)
         if self._shared is not None:
             self._shared.next_rows(target)
-        residual = Residual(x_TD)
+        residual = self._begin(x_TD)
         for index, layer in enumerate(self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
@@ -169,12 +167,16 @@ class DeviceDeepseek(DeviceModel):
         return residual.rows()
 
     def stages(self, half: HalfBatch) -> Stages:
-        assert self._vocabulary is None and self._shared is not None
-        residual = Residual(half.x_TD)
+        assert self._shared is not None
+        residual = self._begin(half.x_TD)
         for layer in self.parts:
             layer.attention.run(residual, half.target, half.attention)
             yield from layer.mlp.stages(residual)
         return residual.rows()
+
+    def _begin(self, x_TD: torch.Tensor) -> Residual:
+        """The residual ahead of the first layer."""
+        return Residual(x_TD if self._vocabulary is None else self._vocabulary.embed(x_TD[:, 0], self._embedding_WD))
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         logits_TW = self._head.normed(Residual(hidden_TD), self._final_norm).out_TN

@@ -34,7 +34,6 @@ from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.model import HiddenStates, KvHeads
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
-from radixmesh.kernels.moe.choose_slots import TokenRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.rope_kv import KvTarget
 
@@ -58,7 +57,7 @@ class SharedOut:
 
     def next_rows(self, target: KvTarget) -> None:
         """Says which rows the next forward has: those of the last slot are padding."""
-        self.dispatch.tokens = TokenRows(target.row_slots_T, len(target.page_tables) - 1)
+        self.dispatch.next_rows(target.row_slots_T, len(target.page_tables) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,49 +64,59 @@ class RoutedMlp(Mlp):
         if self.row_experts is not None and len(rows_TD) <= ops.max_fused_rows:
             self._run_rows(self.row_experts, rows_TD)
             return
-        if self.group is not None:
-            self._add_reduced(self.group, rows_TD, *self._routed(rows_TD))
+        if self.group is not None and isinstance(self.experts, DispatchedExperts) and self.experts.travels:
+            # The shared expert computes while rows are under way.
+            for _ in self.stages(residual):
+                pass
             return
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        own = self.experts.share.of(len(rows_TD))
+        own_TD = normed_TD[own]
         beside = None
         if self.shared is not None and self.shared.weights is not None:
             # From here on: the choice of the experts leaves most of the device idle.
             beside = ops.start_mlp(normed_TD, self.shared.weights)
-        routes = self._routes(normed_TD)
+        routes, part = self._routes(own_TD), self._part(residual)
         if self.shared is not None and beside is None:
-            self._add_shared(self.shared, residual, normed_TD)
-        self.experts.add_to(rows_TD, normed_TD, routes, beside)
+            self._add_shared(self.shared, part, normed_TD)
+        part_TD = rows_TD if self.group is None else part.rows()
+        self.experts.add_to(part_TD[own], own_TD, routes, beside=beside)
+        self._reduce(part_TD, rows_TD)
 
     def stages(self, residual: Residual) -> Iterator[None]:
-        assert isinstance(self.experts, DispatchedExperts) and self.group is None, "no rows travel"
+        assert isinstance(self.experts, DispatchedExperts) and self.experts.travels, "no rows travel"
         rows_TD = residual.rows()
-        normed_TD, routes = self._routed(rows_TD)
-        came = self.experts.send(normed_TD, routes)
+        normed_TD = self.ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        own = self.experts.share.of(len(rows_TD))
+        own_TD = normed_TD[own]
+        came = self.experts.send(own_TD, self._routes(own_TD))
+        part = self._part(residual)
         if self.shared is not None:
-            self._add_shared(self.shared, residual, normed_TD)
+            self._add_shared(self.shared, part, normed_TD)
         yield
         add_to = self.experts.compute(came())
         yield
-        add_to(rows_TD)
-
-    def _routed(self, rows_TD: torch.Tensor) -> tuple[torch.Tensor, Routes]:
-        """Normed rows, and where they go."""
-        normed_TD = self.ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        return normed_TD, self._routes(normed_TD)
+        part_TD = rows_TD if self.group is None else part.rows()
+        add_to(part_TD[own])
+        self._reduce(part_TD, rows_TD)
 
     def _routes(self, normed_TD: torch.Tensor) -> Routes:
+        """Experts of normed rows, of which there may be none."""
         ops = self.ops
+        if not len(normed_TD):
+            weights_TA = normed_TD.new_empty(0, self.rule.num_picks, dtype=torch.float32)
+            return Routes(weights_TA.int(), weights_TA)
         return self._route((ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED))
 
-    def _add_reduced(self, group: DeviceGroup, rows_TD: torch.Tensor, normed_TD: torch.Tensor, routes: Routes) -> None:
-        """All that this rank has a part of is summed at once."""
-        part = Residual(torch.zeros_like(rows_TD))
-        if self.shared is not None:
-            self._add_shared(self.shared, part, normed_TD)
-        part_TD = part.rows()
-        self.experts.add_to(part_TD, normed_TD, routes)
-        group.add_reduced(part_TD, rows_TD)
-        self.ops.gemm.changed()
+    def _part(self, residual: Residual) -> Residual:
+        """Takes what this rank adds: the residual itself, or, where other ranks have parts too, zeros."""
+        return residual if self.group is None else Residual(torch.zeros_like(residual.rows()))
+
+    def _reduce(self, part_TD: torch.Tensor, rows_TD: torch.Tensor) -> None:
+        """Adds to the rows all that the ranks have a part of, at once."""
+        if self.group is not None:
+            self.group.add_reduced(part_TD, rows_TD)
+            self.ops.gemm.changed()
 
     def _run_rows(self, experts: RowExperts, rows_TD: torch.Tensor) -> None:
         """The norm is part of each kernel that reads the rows."""

@@ -6,6 +6,7 @@ computed with parts of this rank alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,12 @@ _LOSS_POLLS, _LOSS_POLL_S = 120, 0.05
 
 
 class RankLinks:
-    """group: the ranks that hold the model together with this one. experts: carries rows to those that share its
-    experts. Either may be None."""
+    """group: the ranks that hold the model together with this one. experts: those that share its experts. Either may be
+    None. travels: carries rows to the experts of ranks with other rows; None: those of a step stay where they are."""
 
     def __init__(self, group: DeviceGroup | None, experts: DeviceDispatch | None) -> None:
         self.group, self.experts = group, experts
+        self.travels = experts if experts is not None and experts.travels else None
         self._links = [link for link in (group, experts) if link is not None]
         self._num_formed = 0
 
@@ -50,8 +52,17 @@ class RankLinks:
         most = torch.tensor([self._num_formed])
         for link in self._links:
             agree_on_steps(link.ranks, (*sizes, link.kind), _STEP_FLAGS)
-            most = link.ranks.stack(most).amax(0)
+        for _ in range(self._num_rounds):
+            for link in self._links:
+                most = link.ranks.stack(most).amax(0)
         return bool(most > 0)
+
+    @property
+    def _num_rounds(self) -> int:
+        """Exchanges with the ranks of all links until what one rank says has come to all that it is linked with: groups
+        of both kinds are neighbours, and overlap in a chain where the size of neither divides the other's."""
+        sizes = [link.ranks.size for link in self._links]
+        return math.lcm(*sizes) // max(sizes, default=1)
 
     def form(self) -> None:
         """Connects anew. No graph is left that holds the generation before. Raises as `DeviceGroup.form`."""

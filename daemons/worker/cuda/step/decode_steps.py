@@ -24,7 +24,6 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs, sizes_to_compile
 from radixmesh.daemons.worker.runner import DecodeRows
 from radixmesh.daemons.worker.step_handle import StepHandle
-from radixmesh.kernels.moe.choose_slots import TokenRows
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
 
@@ -194,15 +193,16 @@ class DecodeSteps:
         assert experts is not None and second is not None and num_rows == experts.room, (num_rows, experts)
         cut = -(-num_rows // 2)
         parts = [(0, cut, self._attention), (cut, num_rows, second.attention)]
-        halves, tokens = [], []
+        halves = []
         for start, end, attention in parts:
             half = rows_of(step, start, end)
             target = KvTarget(half.row_positions, half.row_slots, half.page_tables, self._page_size)
             halves.append(HalfBatch(x_TD[start:end], target, attention.begin(half, "")))
-            tokens.append(TokenRows(half.row_slots, self._slots.dummy_slot))
 
         def begin_turn(index: int) -> None:
-            experts.room, experts.tokens = len(halves[index].x_TD), tokens[index]
+            half = halves[index]
+            experts.room = len(half.x_TD)
+            experts.next_rows(half.target.row_slots_T, self._slots.dummy_slot)
 
         experts.is_cut = True
         try:

@@ -49,9 +49,10 @@ def load_model(
     quantization: str,
     attention: AttentionChoice | None = None,
     model_impl: str = "auto",
+    is_said: bool = True,
 ) -> LoadedModel:
     """load_format, quantization and model_impl as the worker's flags of these names; attention: what will read the
-    model's KV. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
+    model's KV. is_said: the log tells of it. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
@@ -104,6 +105,8 @@ def load_model(
     if placement.device.type == "cuda":
         # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
+    if not is_said:
+        return loaded
     _log.info(
         "weights_loaded",
         folder=str(folder),

@@ -1,0 +1,127 @@
+"""The served model's vocabulary in this process: short prompts become ids, and few outputs text, with no call.
+
+A message to a tokenizer or detokenizer wakes two threads there and two here, each way. What is short and cheap costs
+less than that on the event loop; all else, and all that goes wrong here, is for the daemons, as if this were not there.
+
+OFF --load()--> READY --an encoding took too long, or failed--> resting (a while) --> READY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget
+from radixmesh.daemons.detokenizer.decoder_table import Limits as EntryLimits
+from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
+from radixmesh.daemons.tokenizer.encode_request import SHORT_BYTES, encode_request
+from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec
+from radixmesh.daemons.tokenizer.work_queue import run_whole
+from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+log = get_logger(__name__)
+
+# Reading a model folder takes the interpreter's lock for some tenths of a second: not while clients whose
+# router died come here to resume.
+LOAD_AFTER_S = 3.0
+# Of a text or a rendered chat, UTF-8 bytes: 1.5 ms of the event loop.
+_MAX_TEXT_BYTES = 8 << 10
+# CPU seconds of a chat template, and seconds of an encoding with all around it, beyond which there is a rest.
+_MAX_RENDER_S, _MAX_ENCODE_S = 0.005, 0.01
+_REST_S = 60.0
+# Of one output here, by which a frame of its tokens takes no time that others would notice.
+_MAX_STOPS, _MAX_STOP_BYTES, _MAX_REPLAYED = 8, 128, 1024
+
+
+class LocalText:
+    """Encodes and makes tables of decoders once load() is over. fingerprints: those of the tokenizers of all served
+    models, "" = not told; unless they are this one's, a request is for the daemons. on_encoded: called per answer.
+    clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprints: Callable[[], Iterable[str]],
+        clock: Callable[[], float] = time.monotonic,
+        on_encoded: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._folder = folder
+        self._fingerprints = fingerprints
+        self._clock = clock
+        self._on_encoded = on_encoded
+        self._codec: TextCodec | None = None
+        self._family: DecoderFamily | None = None
+        self._rests_until_s = 0.0
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return None if self._codec is None else self._codec.vocabulary
+
+    async def load(self) -> None:
+        """Reads the folder. Nothing ends because of what is wrong with it: the log says so."""
+        started = self._clock()
+        try:
+            self._codec, self._family = await asyncio.to_thread(self._read)
+        except Exception as error:
+            log.warning("text_not_local", folder=str(self._folder), reason=f"{type(error).__name__}: {error}")
+            return
+        # Hundreds of thousands of strings, which live as long as the process does.
+        gc.freeze()
+        log.info("text_local", folder=str(self._folder), seconds=round(self._clock() - started, 3))
+
+    def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse | None:
+        """The answer of a tokenizer; None: ask one. Takes milliseconds at most, and fails in no way."""
+        codec, since_s = self._codec, self._clock()
+        if codec is None or since_s < self._rests_until_s or request.ByteSize() > SHORT_BYTES:
+            return None
+        fingerprint = codec.vocabulary.fingerprint
+        if any(other and other != fingerprint for other in self._fingerprints()):
+            return None
+        try:
+            answer = run_whole(encode_request(lambda: codec, request))
+        # A panic of the library is no Exception. Cancelled this cannot be: it waits for nothing.
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self._rest(f"{type(error).__name__}: {error}")
+            return None
+        took_s = self._clock() - since_s
+        if took_s > _MAX_ENCODE_S:
+            self._rest(f"{took_s:.3f} s for {request.ByteSize()} bytes")
+        too_large = ErrorReason.ERROR_REASON_TOO_LARGE
+        if any(item.HasField("error") and item.error.reason == too_large for item in answer.items):
+            # The bounds here are lower than a tokenizer's. A template that reaches them costs as much the next time.
+            self._rest("a template makes long texts, or takes long")
+            return None
+        self._on_encoded()
+        return answer
+
+    def new_table(self, num_entries: int) -> DecoderTable:
+        """Decoders of so many outputs."""
+        assert self._family is not None and self._codec is not None
+        vocabulary = self._codec.vocabulary
+        limits = EntryLimits(max_output_tokens=vocabulary.identity.max_total_len or EntryLimits().max_output_tokens)
+        return DecoderTable(self._family, vocabulary.vocab_size, limits, EntryBudget(num_entries))
+
+    def _read(self) -> tuple[TextCodec, DecoderFamily]:
+        vocabulary = Vocabulary.load(self._folder)
+        limits = Limits(max_text_bytes=_MAX_TEXT_BYTES, max_render_s=_MAX_RENDER_S)
+        return TextCodec(vocabulary, ChatTemplate.load(self._folder), limits), family_of(vocabulary)
+
+    def _rest(self, reason: str) -> None:
+        self._rests_until_s = self._clock() + _REST_S
+        log.info("local_text_rests", seconds=_REST_S, reason=reason)
+
+
+def is_cheap(num_replayed: int, stops: Iterable[str]) -> bool:
+    """True for an output that may be decoded on the event loop."""
+    stops = tuple(stops)
+    are_short = all(len(stop) <= _MAX_STOP_BYTES for stop in stops)
+    return num_replayed <= _MAX_REPLAYED and len(stops) <= _MAX_STOPS and are_short
