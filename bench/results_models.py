@@ -55,8 +55,8 @@ def _since(got: Mapping[str, Any]) -> str:
     return (
         f"Since these runs DeepSeek-V2-Lite gives {runs['decode-256']['out_tok_s']:,.0f} tokens/s in decode-256 and "
         f"{runs['shared-prefix']['out_tok_s']:,.0f} in shared-prefix (`{got['command']}`). Of 256 rows, router logits "
-        f"take {since['router_logits pdl=True']} us instead of {before['router_logits pdl=True']}, attention at 384 tokens "
-        f"{since['mla_decode 384 scattered']} instead of {before['mla_decode 384']}, a sampled token "
+        f"take {since['router_logits pdl=True']} us instead of {before['router_logits pdl=True']}, attention at 384 "
+        f"tokens {since['mla_decode 384 scattered']} instead of {before['mla_decode 384']}, a sampled token "
         f"{since['sample 1.0']:.0f} where the search for noise alone took 270 (`bench/gpu/moe_step.py --rows 256`), "
         "and shared experts are computed beside the routed ones."
     )
