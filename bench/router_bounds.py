@@ -75,7 +75,10 @@ def _distinct(burst: list[Prompt]) -> int:
 
 
 def _clairvoyant_s(burst: list[Prompt], left_out: int, tries: int) -> float:
-    """The best quantile found by a search over placements: one prefix, or one prompt, moves at a time."""
+    """The best quantile found by a search over placements: one prefix, or one prompt, moves at a time. 0.0: the
+    quantile leaves out all of them, and later requests decide."""
+    if left_out >= len(burst):
+        return 0.0
     rng = random.Random(1)
     groups: dict[bytes, list[int]] = {}
     for index, (_, blocks, _) in enumerate(burst):
