@@ -18,8 +18,13 @@ from types import FrameType
 import numpy as np
 
 from radixmesh.cli.bench import scheduler
-from radixmesh.cli.bench.replay.replay import Replay
-from radixmesh.cli.bench.replay.step_costs import PARTS
+
+try:
+    from radixmesh.cli.bench.replay.replay import Replay
+    from radixmesh.cli.bench.replay.step_costs import PARTS
+except ModuleNotFoundError:  # Trees of before 2026-11-23 have no folder for it.
+    from radixmesh.cli.bench.replay import Replay
+    from radixmesh.cli.bench.step_costs import PARTS
 
 # Of the step's path, the worker's side is not the scheduler's cost.
 _COUNTED = ("/daemons/scheduler/", "/daemons/runtime/")

@@ -1,8 +1,10 @@
-"""Decodes of many rows by the ranks of one model, on a GPU each: tensor parallel, or data-parallel with shared experts.
+"""Decodes of many rows by the ranks of one model, on a GPU each: tensor parallel, data-parallel with shared experts.
 
     python bench/gpu/rank_load.py --shape deepseek-v2-lite --layout dp-ep --ranks 4 --decode 128x1024 512x8192
     python bench/gpu/rank_load.py --backend cpu --model compose/models/tiny-deepseek --layout dp-ep --decode 2x16
 
+--layout tp-ep: attention tensor parallel, experts shared by the same ranks; tp-dp-ep: two ranks a batch, experts shared
+by all.
 --decode ROWSxCONTEXT: so many rows for each rank, or as many as their KV has room for at once, with prompts of so many
 tokens of their own. They are computed first (prefill_s), then each goes on for --out tokens. steady_tok_s: between 30%
 and 90% of them.
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +50,8 @@ from gpu.shapes import SHAPES, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 from safetensors.torch import load_file, save_file
+
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 
 _START_S = 400.0
 _LEAST_ID = 5
@@ -104,7 +109,8 @@ class Ranks:
         """KV tokens of all ranks that have requests of their own."""
         sized = [line for rank in range(len(self.names)) for line in self.log(rank) if line["event"] == "memory_sized"]
         pages = [int(str(line["num_pages"])) for line in sized]
-        total = sum(pages) if self._args.layout == "dp-ep" else min(pages, default=0)
+        tp_size = sizes_of(self._args)["tp_size"]
+        total = sum(min(pages[first : first + tp_size]) for first in range(0, len(pages), tp_size))
         return total * int(_flags(self._args.worker).get("page_size", "1"))
 
     def _flags(self, rank: int) -> dict[str, object]:
@@ -118,15 +124,9 @@ class Ranks:
             flags["cpu_threads"] = 1
         if args.ranks > 1:
             flags["group_host"] = "127.0.0.1"
-            if args.layout == "tp":
-                # All rows are every rank's.
-                flags |= {
-                    "tp_size": args.ranks,
-                    "tp_rank": rank,
-                    "num_slots": int(str(flags["num_slots"])) * args.ranks,
-                }
-            else:
-                flags |= {"dp_size": args.ranks, "dp_rank": rank, "ep_size": args.ranks, "ep_rank": rank}
+            layout = RankLayout.of_rank(rank, **sizes_of(args))
+            # Rows of a batch are those of all its ranks.
+            flags |= {**asdict(layout), "num_slots": int(str(flags["num_slots"])) * layout.tp_size}
         return {**flags, **_flags(args.worker)}
 
 
@@ -354,6 +354,13 @@ def skewed(model: Path, parent: Path, skew: float) -> Path:
     return folder
 
 
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """Sizes of the layout."""
+    tp_size = {"dp-ep": 1, "tp-dp-ep": 2}.get(args.layout, args.ranks)
+    dp_size, has_experts = args.ranks // tp_size, args.layout.endswith("ep")
+    return {"tp_size": tp_size, "dp_size": dp_size, "ep_size": args.ranks if has_experts else 1}
+
+
 def _flags(texts: list[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
@@ -363,7 +370,7 @@ def main() -> None:
     parser.add_argument("--shape", default="deepseek-v2-lite", choices=list(SHAPES))
     parser.add_argument("--model", type=Path, default=None, help="a folder, instead of a shape with random weights")
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--layout", default="tp", choices=("tp", "dp-ep"))
+    parser.add_argument("--layout", default="tp", choices=("tp", "dp-ep", "tp-ep", "tp-dp-ep"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--first-gpu", type=int, default=0)
     parser.add_argument("--decode", nargs="+", type=Decode.parse, default=[Decode(128, 1024)], metavar="ROWSxCONTEXT")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from gpu.shapes import SHAPES
 
-from radixmesh.kernels.gemm_sm90.candidates import candidates
+from radixmesh.kernels.gemm_sm90.candidates import candidates, few_rows_candidates
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc, key_of
 from radixmesh.kernels.gemm_sm90.shipped import archive, write_shipped
 from radixmesh.kernels.gemm_sm90.variants import Variant, variant_of
@@ -33,7 +33,8 @@ def variants() -> list[Variant]:
     for model in MODELS:
         for num_out, num_in, is_gated in _gemms(SHAPES[model]):
             for num_rows in _ROWS:
-                for config in candidates(num_rows, num_out, num_in, is_gated=is_gated):
+                few = few_rows_candidates(num_rows, num_out, num_in, is_gated=is_gated)
+                for config in (*candidates(num_rows, num_out, num_in, is_gated=is_gated), *few):
                     found[variant_of(config, num_rows, is_gated, torch.bfloat16)] = None
     return list(found)
 

@@ -1,11 +1,12 @@
 """Seconds of a worker's start by phase: with empty caches of kernels, then with those that this start has left.
 
     python bench/gpu/start.py --shape llama-3.2-3b > bench/results/h200-start-phases.json
+    python bench/gpu/start.py --shape llama-3.2-3b --weights      # random ones are written to a file, and read
 
-The folder has a tokenizer of 128,000 tokens, which a worker's grammars need, and the weights are made up on the GPU:
-what reading them takes comes on top. at_s: since the process was started; a phase's line of the log comes at its end.
-serving_s: until health says so. cold: caches of Triton, of GEMMs and of their choices are new folders. Python's own
-caches of modules, and the system's of files, are as they were.
+The folder has a tokenizer of 128,000 tokens, which a worker's grammars need. Without --weights these are made up on the
+GPU: what reading them takes comes on top. at_s: since the process was started; a phase's line of the log comes at its
+end. serving_s: until health says so. cold: caches of Triton, of GEMMs and of their choices are new folders. Python's
+own caches of modules, and the system's of files, are as they were.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import safetensors.torch
 import tokenizers
 import torch
 from gpu.mesh import gpu_name, short_line
 from gpu.shapes import SHAPES, write_shape
 from hop_ladder.processes import Processes
+
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.cuda.weights.source import make_random
+from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.ranks.group import LocalGroup
 
 _NUM_TOKENS = 128_000
 
@@ -39,10 +47,14 @@ async def main() -> None:
         root = Path(name)
         model = write_shape(args.shape, root)
         write_tokenizer(model, _NUM_TOKENS)
+        if args.weights:
+            write_weights(model)
         starts: dict[str, object] = {}
         for number in range(args.rounds):
             caches = root / f"caches-{number}"
-            os.environ.update(TRITON_CACHE_DIR=f"{caches}/triton", XDG_CACHE_HOME=f"{caches}/others")
+            os.environ.update(
+                TRITON_CACHE_DIR=f"{caches}/triton", XDG_CACHE_HOME=f"{caches}/others", CUDA_CACHE_PATH=f"{caches}/cuda"
+            )
             for kind in ("cold", "warm"):
                 folder = root / f"{kind}-{number}"
                 folder.mkdir()
@@ -62,7 +74,7 @@ async def _start(model: Path, folder: Path, args: argparse.Namespace) -> dict[st
     flags = {
         "backend": args.backend,
         "model": model,
-        **({"load_format": "dummy"} if args.backend == "cuda" else {}),
+        **({"load_format": "dummy"} if args.backend == "cuda" and not args.weights else {}),
         "num_slots": 512,
         "max_tokens_per_step": 8192,
         "max_total_len": 8192,
@@ -104,9 +116,25 @@ def write_tokenizer(folder: Path, num_tokens: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def write_weights(folder: Path) -> None:
+    """Random weights in bf16, of the names and shapes that the model has. Made on a GPU where there is one."""
+    config = ConfigReader.open(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    placement = Placement(device=torch.device("meta"), dtype=torch.bfloat16, group=LocalGroup())
+    targets = model_families().create(config.strings("architectures")[0]).build(config, placement).targets
+    tensors: dict[str, torch.Tensor] = {}
+    for seed, (name, target) in enumerate(targets.tensors.items()):
+        made = torch.empty(target.shape, dtype=torch.bfloat16, device=device)
+        make_random(name, made, seed)
+        tensors[name] = made.cpu()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    torch.cuda.empty_cache()
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-3.2-3b")
+    parser.add_argument("--weights", action="store_true", help="in a file that is read, as large as the model")
     parser.add_argument("--rounds", type=int, default=1, help="cold and warm starts, in turns")
     parser.add_argument("--backend", default="cuda", help="of the worker: another one to see that this script runs")
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")

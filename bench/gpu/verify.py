@@ -42,6 +42,7 @@ from gpu.where import STEP_KERNEL, Span, spent, table
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.runtime.telemetry.logs import configure_logging
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
@@ -162,8 +163,6 @@ def verifying_runner(
     max_drafts: int,
     speculation: Speculation | None = None,
     prepare: Callable[[Path], None] = lambda folder: None,
-    *,
-    few_rows_gemm: bool = False,
 ) -> DeviceRunner:
     """Random weights of that shape, with kernels that take drafts, and GEMMs tuned for max_drafts of a row.
     speculation: of a network that drafts. prepare: completes the model's folder."""
@@ -182,7 +181,6 @@ def verifying_runner(
         deterministic=False,
         speculation=speculation,
         max_drafts=max_drafts,
-        few_rows_gemm=few_rows_gemm,
     )
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
@@ -197,10 +195,11 @@ def main() -> None:
     parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 5, 8])
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--few-rows", action="store_true", help="kernels/gemm_sm90/few_rows.cu competes for few rows")
     parser.add_argument("--trace", action="store_true", help="where both kinds of steps spend their time")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
+    # Choices of the autotuner, to stderr.
+    configure_logging("info", "worker", "bench")
     with Kept(args.results) as kept:
         measure(args, kept)
 
@@ -215,7 +214,7 @@ def measure(args: argparse.Namespace, kept: Kept) -> None:
     cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
     results = []
     for positions in args.positions:
-        runner = verifying_runner(args.shape, max(args.rows), positions - 1, few_rows_gemm=args.few_rows)
+        runner = verifying_runner(args.shape, max(args.rows), positions - 1)
         bench = VerifyBench(runner, num_slots=max(args.rows))
         bench.decode(1, 200, 100)
         plain = {case: bench.decode(*case, args.steps)[0] * 1e3 for case in cases}

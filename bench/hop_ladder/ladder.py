@@ -15,14 +15,14 @@ from hop_ladder.rungs import EngineRung, Prompt, RouterRung, Rung, ServeRung
 from hop_ladder.serve_stream import ServeStream
 from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.router.peers.local_text import LOAD_AFTER_S
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits as CodecLimits
+from radixmesh.daemons.runtime.tokenize.text_codec import TextCodec, TextItem
 from radixmesh.daemons.scheduler.config import SchedulerSettings
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
-from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.plans.executor import StepExecutor

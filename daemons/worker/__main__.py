@@ -28,6 +28,10 @@ from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
 from radixmesh.daemons.worker.simulated.held_transfers import HeldService, TransferHolds, hold_scatters
 from radixmesh.worker.v1 import worker_pb2_grpc
 
+# Of a nameserver. torch's store asks for the name of each address that it connects with, "::ffff:10.0.0.1", while the
+# other ranks wait: 10 s by glibc's own limits where nobody answers.
+_NAME_LIMITS = "timeout:1 attempts:3"
+
 
 class WorkerDaemon(Daemon):
     """The worker's life: the model loads while capabilities and health answer already."""
@@ -119,6 +123,9 @@ class WorkerDaemon(Daemon):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a worker until it is told to leave; the exit code."""
     settings = load_settings(WorkerSettings, argv, "radixmesh-worker")
+    if settings.rank_layout.world_size > 1:
+        # Read once, when the process asks for its first name.
+        os.environ.setdefault("RES_OPTIONS", _NAME_LIMITS)
 
     async def build(runtime: Runtime) -> Daemon:
         check_backend(settings)

@@ -72,7 +72,8 @@ class WorkerSettings(CommonSettings):
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
-        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB or s3://BUCKET/PREFIX; empty: nowhere")  # fmt: skip
+        "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, nixl-file:///FOLDER?budget=10TiB, "
+        "nixl-obj://BUCKET/PREFIX or mooncake://HOST:PORT; empty: nowhere")  # fmt: skip
     transfer_transport: TransferTransport = setting(TransferTransport.DEVICE, "what carries that KV: device "
         "(between GPUs of one host, otherwise as shared_memory), shared_memory (between workers of one host), nixl "
         "(between workers that have it), each over gRPC to any other, or grpc")  # fmt: skip

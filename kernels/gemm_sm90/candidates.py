@@ -9,12 +9,14 @@ from collections.abc import Iterator
 import torch
 
 from radixmesh.kernels.gemm_sm90.variants import (
+    FEW_ROWS_CONFIGS,
     HALF_BYTES,
     MAX_CLUSTER,
     MAX_SUMS,
     SHARED_BYTES,
     TILE_K,
     GemmConfig,
+    takes_few_rows,
     variant_of,
 )
 
@@ -45,6 +47,12 @@ def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = Fal
     small_m = [config for config in ordered if config.row_tile is None]
     row_tiled = [config for config in ordered if config.row_tile is not None]
     return small_m[:count] + row_tiled[:count]
+
+
+def few_rows_candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> list[GemmConfig]:
+    """Those of few_rows.cu that compute such a GEMM; `num_out` as for `candidates`."""
+    columns = num_out * (1 + is_gated)
+    return [config for config in FEW_ROWS_CONFIGS if takes_few_rows(config, num_rows, columns, num_in)]
 
 
 def cache_bytes(config: GemmConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:

@@ -1,47 +1,54 @@
-// GEMM of up to 8 rows with weights that go from memory straight into the registers of mma: out[t, n] = sum_k x[t, k] w[n, k],
-// optionally added to a residual, optionally silu(gate) x up of rows that are RMS-normalised.
+// GEMM of up to 8 rows with weights that go from memory to the registers of mma without a barrier: out[t, n] = sum_k x[t, k]
+// w[n, k], optionally added to a residual, optionally silu(gate) x up of rows that are RMS-normalised.
 //
-// A CTA has 16 rows of the weight (gated: 8 of gate and the 8 of up beside them), whose K its warps share. Neither operand
-// passes through shared memory: the order along K is free as long as both have the same, so a thread loads 16 bytes of
-// a row, which are its part of two mma (m16n8k16) of other numbers of K than their own. Weights are read once, as by a
-// GEMV, whatever the number of rows; those of the first batch are on their way before griddepcontrol.wait. Sums of the
-// warps are added in one order.
+// A CTA has 16 * kTiles rows of the weight (gated: 8 of gate and the 8 of up beside them for each tile); its warps share K. The
+// order along K is free as long as both operands have the same, so a thread's 16 bytes of a row are its part of two mma
+// (m16n8k16) of other numbers of K than their own. Each thread copies such pieces to a ring in shared memory (cp.async), which
+// it alone reads: kDepth slots are under way all the time, and nothing but a thread's own count of copies orders them. Loads
+// into registers would do as well if they were waited for one by one, but compilers wait for all of them at the head of a loop.
+// Weights are read once, as by a GEMV, whatever the number of rows; the ring is filled with them before griddepcontrol.wait.
+// Sums of the warps are added in one order.
 //
-// Constants set at compile time: kIsGated, kIsHalf (or bfloat16), kMinCtas, kMaxPolls (unused); for an
-// emulation on a CPU, EMULATED with the primitives. K is a multiple of 1,024.
+// Tried and dropped, slower at 5 rows on an H200: weights behind the ring asked for into the L2 cache before the wait; and CTAs
+// that take several tiles in turn, half as many as fit, so that the next kernel's are there as well: wherever the CTAs of the
+// kernel ahead end first, an SM gets two of them, and another one none.
+//
+// Constants set at compile time: kWarps, kTiles, kDepth, kBatch, kMinCtas, kIsGated, kIsHalf (or bfloat16), kMaxPolls (unused);
+// for an emulation on a CPU, EMULATED with the primitives. K is a multiple of 32 * kWarps * kBatch.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kConsumers = kThreads;
-constexpr int kRows = 8, kColumns = kIsGated ? 8 : 16;  // Rows of x, padded; features out of a CTA.
-constexpr int kBatch = 4;                               // Blocks of 32 numbers of K that a warp loads at a time.
+constexpr int kThreads = 32 * kWarps, kConsumers = kThreads;
+constexpr int kRows = 8;                                     // Rows of x, padded.
+constexpr int kTileRows = 16 * kTiles;                       // Weight rows of a CTA.
+constexpr int kColumns = kIsGated ? 8 * kTiles : kTileRows;  // Features out of it.
+constexpr int kSlotNumbers = 32 * kWarps * kBatch;           // Numbers of K of a slot of all warps.
+constexpr int kPitch = kTileRows + 4;                        // Sums of a row of x: lanes of a warp write to different banks.
+// Pieces of 16 bytes of a thread and block of 32 numbers: of weight rows g and g + 8 of each tile, then of a row of x.
+constexpr int kPieces = 2 * kTiles + 1;
+constexpr u32 kSlotBytes = kBatch * kPieces * kThreads * 16;
 
 // ptx.cuh stands here.
 
-struct Parts {
-  uint4 first[kBatch], second[kBatch];  // Of weight rows g and g + 8.
-};
-
 #ifndef EMULATED
 
-DEVICE uint4 load_weight(const u16* at) {
-  uint4 part;
-  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
-               : "l"(at)
+DEVICE void copy_weight(u32 to, const u16* from) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(kEvictFirst)
                : "memory");
-  return part;
 }
 
-DEVICE uint4 load_row(const u16* at) {
-  uint4 part;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w)
-               : "l"(at)
-               : "memory");
-  return part;
+// Zeros, and nothing is read, where there is no such row.
+DEVICE void copy_row(u32 to, const u16* from, bool is_row) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_row ? 16 : 0) : "memory");
+}
+
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than so many of the thread's groups are under way.
+template <int kLeft>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 DEVICE void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -60,85 +67,138 @@ DEVICE void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
 
 #endif  // EMULATED
 
-// Where the numbers of a batch begin: warps take blocks in turn, so that together they read 512 bytes of a row.
-DEVICE int number_at(int warp, int lane, int batch, int block) {
-  return ((batch * kBatch + block) * kWarps + warp) * 32 + (lane & 3) * 8;
+// A thread's place in a CTA's work. ring: of its own pieces.
+struct Place {
+  u32 ring;
+  int warp, lane;
+};
+
+DEVICE u32 piece_at(const Place& place, int slot, int block, int piece) {
+  return place.ring + slot * kSlotBytes + (block * kPieces + piece) * kThreads * 16;
 }
 
-DEVICE void load(Parts& parts, const u16* first, const u16* second, int warp, int lane, int batch) {
+// Where a thread's numbers of a block begin, of those of a slot: warps take runs of kBatch blocks in turn.
+DEVICE int number_at(const Place& place, int block) { return (place.warp * kBatch + block) * 32 + (place.lane & 3) * 8; }
+
+// The weight rows of a thread: the first, and how far it is to the second of a tile, and to the first of the next tile.
+struct Weights {
+  const u16* first;
+  u64 second_at, tile_at;
+};
+
+// A step has a slot's numbers of K.
+DEVICE void copy_weights(const Place& place, int slot, int step, const Weights& weights) {
 #pragma unroll
   for (int block = 0; block < kBatch; ++block) {
-    const int at = number_at(warp, lane, batch, block);
-    parts.first[block] = load_weight(first + at);
-    parts.second[block] = load_weight(second + at);
+    const u16* at = weights.first + step * kSlotNumbers + number_at(place, block);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      copy_weight(piece_at(place, slot, block, 2 * tile), at + tile * weights.tile_at);
+      copy_weight(piece_at(place, slot, block, 2 * tile + 1), at + tile * weights.tile_at + weights.second_at);
+    }
   }
 }
 
-DEVICE void consume(const Parts& parts, const u16* x, bool is_row, int warp, int lane, int batch, float (&sums)[4], float& squares) {
-  uint4 rows[kBatch];
+DEVICE void copy_rows(const Place& place, int slot, int step, const u16* row, bool is_row) {
+#pragma unroll
+  for (int block = 0; block < kBatch; ++block)
+    copy_row(piece_at(place, slot, block, kPieces - 1), row + step * kSlotNumbers + number_at(place, block), is_row);
+}
+
+DEVICE void consume(const Place& place, int slot, float (&sums)[kTiles][4], float& squares) {
 #pragma unroll
   for (int block = 0; block < kBatch; ++block) {
-    rows[block] = is_row ? load_row(x + number_at(warp, lane, batch, block)) : make_uint4(0, 0, 0, 0);
-  }
+    const uint4 r = load_shared(piece_at(place, slot, block, kPieces - 1));
 #pragma unroll
-  for (int block = 0; block < kBatch; ++block) {
-    const uint4 a = parts.first[block], b = parts.second[block], r = rows[block];
-    multiply(sums, a.x, b.x, a.y, b.y, r.x, r.y);
-    multiply(sums, a.z, b.z, a.w, b.w, r.z, r.w);
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint4 a = load_shared(piece_at(place, slot, block, 2 * tile));
+      const uint4 b = load_shared(piece_at(place, slot, block, 2 * tile + 1));
+      multiply(sums[tile], a.x, b.x, a.y, b.y, r.x, r.y);
+      multiply(sums[tile], a.z, b.z, a.w, b.w, r.z, r.w);
+    }
     if (kIsGated) squares += sum_of_squares(r.x) + sum_of_squares(r.y) + sum_of_squares(r.z) + sum_of_squares(r.w);
   }
 }
 
+// Grid: num_out / kColumns. eps: of gated GEMMs, negative if rows are not normed.
 KERNEL few_rows(MAP_ARGUMENT weight_map, MAP_ARGUMENT row_map, const u16* weight, const u16* x, u16* out,
                 const u16* residual, int num_rows, int num_out, int num_in, float eps) {
-  __shared__ float sums_of[kWarps][16 * kRows];
+  __shared__ float sums_of[kWarps][kRows * kPitch];
   __shared__ float squares_of[kWarps][kRows];
-  const int lane = thread_index() & 31, warp = thread_index() >> 5, group = lane >> 2;
-  const int column = block_index() * kColumns;
-  const u16* first = weight + (u64)(column + group) * num_in;
-  const u16* second = first + (u64)(kIsGated ? num_out : 8) * num_in;
-  const u16* row = x + (u64)group * num_in;
-  const int num_batches = num_in / (32 * kWarps * kBatch);
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, squares = 0.0f;
-  Parts even, odd;
-  load(even, first, second, warp, lane, 0);
+  const int thread = thread_index(), lane = thread & 31, warp = thread >> 5, group = lane >> 2;
+  const int first_column = block_index() * kColumns, num_steps = num_in / kSlotNumbers;
+  const u64 second_at = (u64)(kIsGated ? num_out : 8) * num_in, tile_at = (u64)(kIsGated ? 8 : 16) * num_in;
+  const Weights weights = {weight + (u64)(first_column + group) * num_in, second_at, tile_at};
+  const bool is_row = group < num_rows;
+  const u16* row = is_row ? x + (u64)group * num_in : x;
+  const Place place = {shared_base() + thread * 16, warp, lane};
+#pragma unroll
+  for (int slot = 0; slot < kDepth; ++slot)
+    if (slot < num_steps) copy_weights(place, slot, slot, weights);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  for (int batch = 0; batch < num_batches; batch += 2) {
-    if (batch + 1 < num_batches) load(odd, first, second, warp, lane, batch + 1);
-    consume(even, row, group < num_rows, warp, lane, batch, sums, squares);
-    if (batch + 2 < num_batches) load(even, first, second, warp, lane, batch + 2);
-    if (batch + 1 < num_batches) consume(odd, row, group < num_rows, warp, lane, batch + 1, sums, squares);
+  // A group for each slot, also where K has fewer steps; the first one has all weights so far.
+#pragma unroll
+  for (int slot = 0; slot < kDepth; ++slot) {
+    if (slot < num_steps) copy_rows(place, slot, slot, row, is_row);
+    commit_copies();
+  }
+  float sums[kTiles][4] = {}, squares = 0.0f;
+  int slot = 0;
+#pragma unroll 2
+  for (int step = 0; step < num_steps; ++step) {
+    wait_for_copies<kDepth - 1>();
+    consume(place, slot, sums, squares);
+    if (step + kDepth < num_steps) {
+      copy_weights(place, slot, step + kDepth, weights);
+      copy_rows(place, slot, step + kDepth, row, is_row);
+    }
+    // Without copies too: the count of groups goes on.
+    commit_copies();
+    slot = slot + 1 == kDepth ? 0 : slot + 1;
   }
   // A thread has weight rows g and g + 8 for rows 2 (lane % 4) and the next of x.
-  const int of_x = 2 * (lane & 3);
-  sums_of[warp][group * kRows + of_x] = sums[0];
-  sums_of[warp][group * kRows + of_x + 1] = sums[1];
-  sums_of[warp][(group + 8) * kRows + of_x] = sums[2];
-  sums_of[warp][(group + 8) * kRows + of_x + 1] = sums[3];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int part = 0; part < 4; ++part)
+      sums_of[warp][(2 * (lane & 3) + part % 2) * kPitch + tile * 16 + part / 2 * 8 + group] = sums[tile][part];
   if (kIsGated) {
     squares += shuffle_xor(squares, 1);
     squares += shuffle_xor(squares, 2);
     if ((lane & 3) == 0) squares_of[warp][group] = squares;
   }
-  sync_threads();
-  const int index = thread_index(), at_row = index / kColumns, at_column = index % kColumns;
-  if (at_row >= num_rows) return;
-  float result = 0.0f, up = 0.0f, square = 0.0f;
+  // What is added to is asked for ahead of the wait for other warps.
+  constexpr int kOutputs = (kRows * kColumns + kThreads - 1) / kThreads;
+  u32 before[kOutputs];
 #pragma unroll
-  for (int part = 0; part < kWarps; ++part) {
-    result += sums_of[part][at_column * kRows + at_row];
-    if (kIsGated) {
-      up += sums_of[part][(at_column + 8) * kRows + at_row];
-      square += squares_of[part][at_row];
+  for (int i = 0; i < kOutputs; ++i) {
+    const int index = thread + i * kThreads, at_row = index / kColumns;
+    before[i] = 0;
+    if (!kIsGated && residual && at_row < num_rows)
+      before[i] = residual[(u64)at_row * num_out + first_column + index % kColumns];
+  }
+  sync_threads();
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) {
+    const int index = thread + i * kThreads, at_row = index / kColumns, column = index % kColumns;
+    if (at_row >= num_rows) continue;
+    const int at = at_row * kPitch + (kIsGated ? column / 8 * 16 + column % 8 : column);
+    float result = 0.0f, up = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) {
+      result += sums_of[part][at];
+      if (kIsGated) {
+        up += sums_of[part][at + 8];
+        square += squares_of[part][at_row];
+      }
     }
+    if (kIsGated) {
+      const float scale = eps < 0.0f ? 1.0f : reciprocal_root(square / num_in + eps);
+      result = silu(result * scale) * (up * scale);
+    } else {
+      result += low(before[i]);
+    }
+    out[(u64)at_row * num_out + first_column + column] = (u16)pack(result, 0.0f);
   }
-  const u64 to = (u64)at_row * num_out + column + at_column;
-  if (kIsGated) {
-    const float scale = eps < 0.0f ? 1.0f : reciprocal_root(square / num_in + eps);
-    result = silu(result * scale) * (up * scale);
-  } else if (residual) {
-    result += low(residual[to]);
-  }
-  out[to] = (u16)pack(result, 0.0f);
 }

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch, PreparedLaunch
 from radixmesh.kernels.gemm_sm90.variants import (
-    FEW_ROWS,
     MAX_CLUSTER,
     TILE_K,
     FewRows,
@@ -92,7 +91,7 @@ class GemmSm90:
 
     def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor | None:
         """For `linear`: float32 [tiles, T]; None where the kernel writes none."""
-        if config == FEW_ROWS:
+        if config.registers is not None:
             return None
         variant = variant_of(config, x_TK.shape[0], False, x_TK.dtype)
         return x_TK.new_empty(variant.num_tiles(w_NK.shape[0]), x_TK.shape[0], dtype=torch.float32)
@@ -138,7 +137,7 @@ class GemmSm90:
             BoxOf(x_TK, TILE_K, variant.activation_rows),
         )
         if isinstance(variant, FewRows):
-            assert takes_few_rows(num_rows, num_out, num_in), (num_rows, num_out, num_in)
+            assert takes_few_rows(config, num_rows, len(w_NK), num_in), (config, num_rows, num_out, num_in)
             tensors = (w_NK.data_ptr(), x_TK.data_ptr(), out.data_ptr(), _address(residual))
             self._driver.launch(prepared, stream, *boxes, (*tensors, num_rows, num_out, num_in, eps))
             return

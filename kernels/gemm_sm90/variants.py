@@ -21,12 +21,28 @@ _ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterTiling:
+    """Tiling of few_rows.cu beside tile and stages, which are its slots of copies under way.
+
+    warps: of a CTA, which share K. batch: blocks of 32 numbers of K that a slot has of each warp. resident: CTAs of an
+    SM that find room."""
+
+    warps: int = 8
+    batch: int = 1
+    resident: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.warps}x{self.batch}x{self.resident}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
     """Tiling of a GEMM.
 
     tile: weight rows of a CTA. split_k: CTAs that share K. stages: tiles of the ring. multicast: CTAs of a cluster that
     share one read from the L2 cache (1, 2, 4): of rows of x, for neighbouring tiles, or, with row_tile, of the tile's
-    weights. row_tile: rows of x of a CTA (64, 128); None: all rows (small-M).
+    weights. row_tile: rows of x of a CTA (64, 128); None: all rows (small-M). registers: of few_rows.cu; None: of any
+    other kernel.
     """
 
     tile: int
@@ -34,6 +50,7 @@ class GemmConfig:
     stages: int
     multicast: int = 1
     row_tile: int | None = None
+    registers: RegisterTiling | None = None
 
     @property
     def cluster(self) -> int:
@@ -41,10 +58,11 @@ class GemmConfig:
         return self.split_k * self.multicast
 
     def __str__(self) -> str:
-        """tile[:row_tile][xmulticast]/split_k/stages."""
+        """tile[:row_tile][xmulticast]/split_k/stages[/registers]."""
+        registers = f"/{self.registers}" if self.registers else ""
         row_tile = f":{self.row_tile}" if self.row_tile else ""
         multicast = f"x{self.multicast}" if self.multicast > 1 else ""
-        return f"{self.tile}{row_tile}{multicast}/{self.split_k}/{self.stages}"
+        return f"{self.tile}{row_tile}{multicast}/{self.split_k}/{self.stages}{registers}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +252,13 @@ class RowTiled(Variant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewRows(Variant):
-    """few_rows.cu: up to 8 rows, with weights from memory straight into registers."""
+    """few_rows.cu: up to 8 rows, every thread with a ring of its own. stages: slots of it."""
 
     entry: ClassVar[str] = "few_rows"
     source_file: ClassVar[str] = "few_rows.cu"
 
     is_gated: bool
+    tiling: RegisterTiling
 
     @property
     def weight_rows(self) -> int:
@@ -251,11 +270,11 @@ class FewRows(Variant):
 
     @property
     def num_threads(self) -> int:
-        return 256
+        return 32 * self.tiling.warps
 
     @property
     def sums_a_thread(self) -> int:
-        return 4
+        return self.tile // 4
 
     @property
     def columns(self) -> int:
@@ -263,8 +282,8 @@ class FewRows(Variant):
 
     @property
     def shared_bytes(self) -> int:
-        """Beside what the kernel declares."""
-        return 0
+        """The ring, beside what the kernel declares."""
+        return self.stages * self.tiling.batch * (self.tile // 8 + 1) * self.num_threads * 16
 
     def num_ctas(self, num_rows: int, num_out: int) -> int:
         return num_out // self.columns
@@ -274,20 +293,29 @@ class FewRows(Variant):
         return self.rows, self.is_half
 
     def constants(self) -> str:
+        tiling = self.tiling
         return (
-            f"constexpr int kMinCtas = 2, kMaxPolls = 0;\n"
+            f"constexpr int kWarps = {tiling.warps}, kTiles = {self.tile // 16}, kDepth = {self.stages};\n"
+            f"constexpr int kBatch = {tiling.batch}, kMinCtas = {tiling.resident}, kMaxPolls = 0;\n"
             f"constexpr bool kIsGated = {str(self.is_gated).lower()}, kIsHalf = {str(self.is_half).lower()};\n"
         )
 
 
-FEW_ROWS = GemmConfig(tile=16, split_k=1, stages=1)
-"""Of `FewRows`, which has one configuration."""
 FEW_ROWS_MOST = 8
+# The fastest ones of a matrix of Llama-3.1-8B each, of those that were tried (bench/gpu/few_rows.py).
+FEW_ROWS_CONFIGS = tuple(
+    GemmConfig(tile=tile, split_k=1, stages=stages, registers=RegisterTiling(warps=warps, resident=resident))
+    for tile, stages, warps, resident in ((32, 4, 8, 2), (16, 8, 8, 2), (32, 4, 4, 4), (16, 5, 8, 3))
+)
+FEW_ROWS = FEW_ROWS_CONFIGS[0]
 
 
-def takes_few_rows(num_rows: int, num_out: int, num_in: int) -> bool:
-    """True where `FEW_ROWS` computes such a GEMM; num_out of gate or up alone."""
-    return num_rows <= FEW_ROWS_MOST and num_out % FEW_ROWS.tile == 0 and num_in % 1024 == 0
+def takes_few_rows(config: GemmConfig, num_rows: int, num_out: int, num_in: int) -> bool:
+    """True where such a configuration of few_rows.cu computes such a GEMM; num_out: weight rows, gate's and up's."""
+    tiling = config.registers
+    assert tiling is not None, config
+    slot = 32 * tiling.warps * tiling.batch
+    return num_rows <= FEW_ROWS_MOST and num_out % config.tile == 0 and num_in % slot == 0
 
 
 def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
@@ -296,9 +324,16 @@ def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.d
     if config.row_tile is not None:
         assert config.split_k == 1 and not is_gated, config
         return RowTiled(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, multicast=multicast)
-    if config == FEW_ROWS:
-        rows = FEW_ROWS_MOST
-        return FewRows(tile=tile, rows=rows, stages=stages, is_half=is_half, multicast=multicast, is_gated=is_gated)
+    if config.registers is not None:
+        return FewRows(
+            tile=tile,
+            rows=FEW_ROWS_MOST,
+            stages=stages,
+            is_half=is_half,
+            multicast=multicast,
+            is_gated=is_gated,
+            tiling=config.registers,
+        )
     rows = padded_rows(num_rows, multicast)
     return SmallM(
         tile=tile,

@@ -43,8 +43,8 @@ def test_every_backend_is_a_medium_here() -> None:
     """A backend that is opened by a URL, or used without one, is held to this contract."""
     found = {path.stem.removesuffix("_backend") for path in _STORE.glob("*_backend.py")}
     assert found == set(MEDIA), "a backend without a medium in tests/support/kv_stores.py, or the other way around"
-    schemes = re.findall(r'parts\.scheme (?:== |in \()"(\w+)"', (_STORE / "opening.py").read_text())
-    assert set(schemes) == set(MEDIA) - {"memory"}
+    schemes = re.findall(r'parts\.scheme (?:== |in \()"([\w-]+)"', (_STORE / "opening.py").read_text())
+    assert {scheme.replace("-", "_") for scheme in schemes} == set(MEDIA) - {"memory"}
 
 
 def put(store: KvStore, pages: list[Page]) -> int:

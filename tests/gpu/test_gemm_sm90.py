@@ -11,11 +11,10 @@ from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, TorchGemm, 
 from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Kernels, check_kernel
 from radixmesh.daemons.worker.cuda.gemm.tuning import matrix_group
 from radixmesh.daemons.worker.cuda.ops import TritonOps
-from radixmesh.kernels.gemm_sm90.candidates import candidates
+from radixmesh.kernels.gemm_sm90.candidates import candidates, few_rows_candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
-from radixmesh.kernels.gemm_sm90.variants import FEW_ROWS
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 pytestmark = pytest.mark.gpu
@@ -53,21 +52,24 @@ def test_every_candidate_computes_what_torch_does(kernel: GemmSm90, num_out: int
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
-@pytest.mark.parametrize(("num_out", "num_in"), [(6144, 4096), (4096, 14336), (272, 1024)])
-def test_few_rows_are_computed_from_registers(kernel: GemmSm90, num_out: int, num_in: int, num_rows: int) -> None:
+@pytest.mark.parametrize(("num_out", "num_in"), [(6144, 4096), (4096, 14336), (288, 1024)])
+def test_few_rows_have_rings_of_their_own(kernel: GemmSm90, num_out: int, num_in: int, num_rows: int) -> None:
     x_TK, w_NK = _random(num_rows, num_in), _random(num_out, num_in) * num_in**-0.5
     before_TN = _random(num_rows, num_out)
     expected_TN = linear_reference(x_TK, w_NK, before_TN)
-    out_TN = before_TN.clone()
-    kernel.linear(x_TK, w_NK, FEW_ROWS, residual_TN=out_TN, out=out_TN)
-    assert excess(out_TN, expected_TN, gemm_tolerance(x_TK, w_NK, expected_TN, before_TN, is_random=True)) <= 1
-    if num_out % 32:
-        return
+    tolerance_TN = gemm_tolerance(x_TK, w_NK, expected_TN, before_TN, is_random=True)
+    configs = few_rows_candidates(num_rows, num_out, num_in)
+    assert configs
+    for config in configs:
+        out_TN = before_TN.clone()
+        kernel.linear(x_TK, w_NK, config, residual_TN=out_TN, out=out_TN)
+        assert excess(out_TN, expected_TN, tolerance_TN) <= 1, config
     expected_TF = gate_up_silu_reference(x_TK, w_NK, 1e-5)
-    out_TF = torch.full_like(expected_TF, float("nan"))
-    kernel.gate_up_silu(x_TK, w_NK, FEW_ROWS, eps=1e-5, out=out_TF)
     tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, inverse_rms_reference(x_TK, 1e-5), is_random=True)
-    assert excess(out_TF, expected_TF, tolerance_TF) <= 1
+    for config in few_rows_candidates(num_rows, num_out // 2, num_in, is_gated=True):
+        out_TF = torch.full_like(expected_TF, float("nan"))
+        kernel.gate_up_silu(x_TK, w_NK, config, eps=1e-5, out=out_TF)
+        assert excess(out_TF, expected_TF, tolerance_TF) <= 1, config
 
 
 def test_candidates_are_timed_in_graphs(kernel: GemmSm90) -> None:

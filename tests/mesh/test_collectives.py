@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -238,3 +240,55 @@ async def lose(size: int, rank: int, number: signal.Signals) -> None:
 )
 async def test_survivors_leave_their_collective_and_meet_the_next(size: int, rank: int, number: signal.Signals) -> None:
     await lose(size, rank, number)
+
+
+_ENDS = """
+import threading, time
+from radixmesh.daemons.runtime.rank_layout import RankLayout
+from radixmesh.daemons.worker.collectives import heartbeat
+from radixmesh.daemons.worker.collectives.member import CollectiveMember
+from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
+
+def form(rank, generation):
+    try:
+        members[rank].form(generation, members[0].rendezvous, ["a", "b"])
+    except CollectiveAborted:
+        pass
+
+class Slow:
+    def __del__(self):
+        sleep(0.5)
+
+sleep = time.sleep
+members = [CollectiveMember(RankLayout(tp_size=2, tp_rank=rank), "127.0.0.1") for rank in range(2)]
+{what}
+# The interpreter takes names away in their order: the store goes, which wakes whoever waits for it, and then more.
+slow = Slow()
+"""
+_BOTH = """
+threads = [threading.Thread(target=form, args=(rank, 1)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+_MEETS_NOBODY = f"""{_BOTH}
+thread = threading.Thread(target=form, args=(1, 2))
+thread.start()
+sleep(0.5)
+members[0].abort()
+members[1].abort()
+thread.join()
+"""
+_BEATS = f"""
+heartbeat.PERIOD_S = 1e-4
+heartbeat.MISSED_ROUNDS = 100_000
+{_BOTH}
+sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("what", [_MEETS_NOBODY, _BEATS], ids=["a meeting that was left", "heartbeats"])
+def test_a_process_that_ends_amid_calls_of_a_library_ends_well(what: str) -> None:
+    """Threads that come back from C++ to an interpreter that has ended would abort the process."""
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", _ENDS.format(what=what)], capture_output=True, timeout=TIMEOUT_S)
+        assert ended.returncode == 0, ended.stderr.decode()[-2000:]

@@ -15,7 +15,7 @@ from mesh.test_kills import kill_all
 from mesh.test_kv_tiers import GREEDY, MODELS, TOKEN_BYTES, texts
 from support.cpu_ranks import ranks_of, recited, scheduler_on
 from support.cpu_ranks import texts as ranks_texts
-from support.kv_stores import redis_server
+from support.kv_stores import SHARED, redis_server, shared_store
 from support.running_daemon import Running, running
 from support.serve_client import ServeClient, serve_client
 
@@ -81,8 +81,17 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
 async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: str, page_size: int) -> None:
+    await _finds_after_a_restart(f"disk://{tmp_path}?budget=256MiB", model, page_size)
+
+
+@pytest.mark.parametrize("medium", ["nixl-file", "mooncake"])
+async def test_a_worker_finds_a_shared_store_after_a_restart(tmp_path: Path, medium: str) -> None:
+    with shared_store(medium, tmp_path) as url:
+        await _finds_after_a_restart(url, "tiny-llama", 4)
+
+
+async def _finds_after_a_restart(store: str, model: str, page_size: int) -> None:
     wanted = texts(model, 5)
-    store = f"disk://{tmp_path}?budget=256MiB"
     num_pages = sum((len(prompt) - 1) // page_size for prompt, _ in wanted)
     async with replica(model, page_size, store) as first:
         cold = await first.recite(wanted)
@@ -97,11 +106,16 @@ async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: st
         assert value("radixmesh_kv_store_bytes_total", {"kind": "read"}) > 0
 
 
-async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path) -> None:
-    """Both at once over one Redis server."""
+@pytest.mark.parametrize(
+    "medium",
+    # Of objects the stand-in of their server is what takes its time.
+    [pytest.param(name, marks=[pytest.mark.full] if name == "nixl-obj" else []) for name in SHARED],
+)
+async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path, medium: str) -> None:
+    """Both at once over one store."""
     wanted = texts("tiny-llama", 5)
     num_pages = sum((len(prompt) - 1) // 4 for prompt, _ in wanted)
-    with redis_server(tmp_path) as url:
+    with shared_store(medium, tmp_path) as url:
         async with replica("tiny-llama", 4, url) as first, replica("tiny-llama", 4, url) as second:
             cold = await first.recite(wanted)
             await first.stored(wanted)
@@ -203,8 +217,11 @@ async def test_damage_and_loss_of_the_store_cost_no_answer(tmp_path: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["disk", "nixl-file"])
+async def test_no_stream_notices_kills_amid_saves_to_the_disk(tmp_path: Path, scheme: str) -> None:
+    if scheme == "nixl-file":
+        pytest.importorskip("nixl_cu13", reason="nixl-cu13 is not installed: radixmesh[kv-nixl]")
     plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker", "worker")]
-    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "kv_store": f"disk://{tmp_path}?budget=64MiB"}
+    worker = {"num_pages": 2000, "host_kv_bytes": 64 << 20, "kv_store": f"{scheme}://{tmp_path}?budget=64MiB"}
     kills = await kill_all("cpu", plan, model="tiny-llama", worker=worker)
     assert len(kills) == len(plan)

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -56,6 +57,14 @@ struct Warp {
 };
 
 static thread_local int thread_number;
+// Shared memory of a CTA; copies of a thread to it, by groups: they are made when the thread waits for them, no earlier.
+static unsigned char memory[256 << 10];
+struct Copy {
+  u32 to;
+  const u16* from;
+};
+static thread_local std::vector<Copy> uncommitted;
+static thread_local std::deque<std::vector<Copy>> groups;
 static int block_number;
 static Meeting* cta;
 static Warp* warps;
@@ -113,15 +122,31 @@ static float shuffle_xor(float value, int mask) {
   return found;
 }
 
-static uint4 load_weight(const u16* at) {
+static u32 shared_base() { return 0; }
+
+static uint4 load_shared(u32 at) {
   uint4 part;
-  memcpy(&part, at, 16);
+  memcpy(&part, memory + at, 16);
   return part;
 }
 
-static uint4 load_row(const u16* at) {
-  if (!is_ahead_over || at < rows_begin || at + 8 > rows_begin + num_row_numbers) return {~0u, ~0u, ~0u, ~0u};
-  return load_weight(at);
+static void copy_weight(u32 to, const u16* from) { uncommitted.push_back({to, from}); }
+
+static void copy_row(u32 to, const u16* from, bool is_row) {
+  static const u16 zeros[8] = {}, nans[8] = {0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff};
+  const bool is_right = is_ahead_over && from >= rows_begin && from + 8 <= rows_begin + num_row_numbers;
+  uncommitted.push_back({to, !is_row ? zeros : is_right ? from : nans});
+}
+
+static void commit_copies() {
+  groups.push_back(std::move(uncommitted));
+  uncommitted.clear();
+}
+
+template <int kLeft>
+static void wait_for_copies() {
+  for (; groups.size() > kLeft; groups.pop_front())
+    for (const Copy& copy : groups.front()) memcpy(memory + copy.to, copy.from, 16);
 }
 
 static void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -155,6 +180,7 @@ extern "C" void emulate(const u16* weights, const u16* rows, u16* out, int has_r
     cta = &meeting;
     warps = of_cta.data();
     is_ahead_over = false;
+    memset(memory, 0xff, sizeof memory);
     std::vector<std::thread> threads;
     for (int index = 0; index < kThreads; ++index) {
       threads.emplace_back([=] {

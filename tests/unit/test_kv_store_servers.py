@@ -147,9 +147,29 @@ def test_stores_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "redis://user:secret@host:1/0?" + "expire=1&" * 17,
         "s3:///prefix",
         "s3://bucket/prefix?endpoint=nothing",
+        "nixl-file:///nonexistent/kv",
+        "nixl-file://host/kv?budget=1GiB",
+        "nixl-file:///nonexistent/kv?budget=1GB",
+        "nixl-file:///nonexistent/kv?budget=1GiB&plugin=UCX",
+        "nixl-file:///nonexistent/kv?budget=1GiB&pool=1KiB",
+        "nixl-file:///nonexistent/kv?budget=1GiB&pool=1TiB",
+        "nixl-file:///nonexistent/kv?budget=1GiB&timeout=0",
+        "nixl-file:///nonexistent/kv?budget=1GiB&timeout=soon",
+        "nixl-obj:///prefix",
+        "nixl-obj://bucket/prefix?endpoint=nothing",
+        "nixl-obj://bucket/prefix?budget=1GiB",
+        "mooncake://",
+        "mooncake://host",
+        "mooncake://host:port",
+        "mooncake://:1",
+        "mooncake://host:1/path",
+        "mooncake://user:secret@host:1",
+        "mooncake://host:1?protocol=smoke",
+        "mooncake://host:1?segment=all",
     ],
 )
 def test_urls_that_name_no_store_are_refused_without_their_password(url: str) -> None:
+    """Also where the package is missing: that is told by the same type."""
     with pytest.raises(KvStoreError) as refused:
         open_backend(url)
     assert refused.value.failure is StoreFailure.SETTINGS
@@ -162,6 +182,10 @@ def test_urls_that_name_no_store_are_refused_without_their_password(url: str) ->
         ("xxhash", "disk:///nonexistent/kv?budget=1GiB", "kv-store"),
         ("redis", "redis://127.0.0.1:1/0", "kv-redis"),
         ("boto3", "s3://bucket/prefix", "kv-s3"),
+        ("nixl_cu13", "nixl-file:///nonexistent/kv?budget=1GiB", "kv-nixl"),
+        ("boto3", "nixl-obj://bucket/prefix", "kv-s3"),
+        ("nixl_cu13", "nixl-obj://bucket/prefix", "kv-nixl"),
+        ("mooncake", "mooncake://127.0.0.1:1", "kv-mooncake"),
     ],
 )
 def test_a_missing_package_is_named_with_how_to_install_it(package: str, url: str, extra: str) -> None:

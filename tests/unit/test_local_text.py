@@ -11,10 +11,9 @@ import pytest
 from radixmesh.daemons.router.peers.local_text import LocalText, is_cheap
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.encode_request import encode_request
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec
-from radixmesh.daemons.tokenizer.work_queue import run_whole
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.encode_request import encode_request
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec, run_whole
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 TINY = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -336,6 +337,21 @@ def test_few_rows_have_the_kernel_of_the_rows_that_they_are_padded_to() -> None:
     assert {problem[0] for problem in gemm.problems} == set(sizes)
 
 
+def test_one_row_with_its_drafts_is_measured_for_itself() -> None:
+    """4 drafts: its 5 rows, and fewer, have other tilings than 8."""
+    sizes = [2, 4, 5, 8, 10, 16, 20]
+    kernel, w_NK = _TorchKernel(), _random(64, 2048)
+    kernels = Sm90Kernels(kernel, TorchGemm())
+    assert list(kernels.measured_rows(sizes)) == [16, 20, 8, 5]
+    five, eight = FEW_ROWS, replace(FEW_ROWS, tile=64)
+    problem = _problem(8, w_NK, GemmEpilogue.PLAIN)
+    chosen = {}
+    for of, bound in kernels.bind({problem: eight, problem._replace(num_rows=5): five}, sizes).items():
+        bound.run(_random(of.num_rows, 2048), w_NK, _random(of.num_rows, 64))
+        chosen[of.num_rows] = kernel.launched[-1][1]
+    assert chosen == {2: five, 4: five, 5: five, 8: eight}
+
+
 @pytest.mark.parametrize("epilogue", GemmEpilogue)
 def test_a_candidate_that_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch, epilogue: GemmEpilogue) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -424,16 +440,13 @@ def test_candidates_are_compiled_ahead_once_and_not_again_when_they_are_measured
     assert len(sources) == num_compiled
 
 
-def test_the_kernel_for_few_rows_competes_where_it_is_asked_for_and_fits() -> None:
-    weights = [_random(64, 2048)]
-    for has_few_rows, num_rows, num_in, is_there in (
-        (False, 8, 2048, False),
-        (True, 8, 2048, True),
-        (True, 9, 2048, False),
-        (True, 5, 1536, False),
-    ):
-        kernels = Sm90Kernels(_TorchKernel(), TorchGemm(), has_few_rows=has_few_rows)
-        problem = _problem(num_rows, weights[0], GemmEpilogue.PLAIN)._replace(num_in=num_in)
-        assert (FEW_ROWS in kernels.candidates(problem)) == is_there
+@pytest.mark.parametrize(("num_rows", "num_in", "is_there"), [(8, 2048, True), (9, 2048, False), (5, 1920, False)])
+def test_the_kernel_for_few_rows_competes_where_it_fits(num_rows: int, num_in: int, is_there: bool) -> None:
+    kernels = Sm90Kernels(_TorchKernel(), TorchGemm())
+    problem = _problem(num_rows, _random(64, 2048), GemmEpilogue.PLAIN)._replace(num_in=num_in)
+    assert (FEW_ROWS in kernels.candidates(problem)) == is_there
+
+
+def test_the_kernel_for_few_rows_has_half_a_tile_of_gate() -> None:
     variant = variant_of(FEW_ROWS, 5, True, torch.bfloat16)
-    assert variant.num_ctas(5, 14336) == 1792 and variant.activation_rows == 8 and "kIsGated = true" in variant.source()
+    assert variant.num_ctas(5, 14336) == 896 and variant.activation_rows == 8 and "kIsGated = true" in variant.source()

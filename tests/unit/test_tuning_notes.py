@@ -89,12 +89,12 @@ class _Benchmarks(Benchmarks):
 
 
 def _tune(
-    path: Path, kernels: _Kernels, benchmarks: _Benchmarks, sizes: Sequence[int] = (8, 16)
+    path: Path, kernels: _Kernels, benchmarks: _Benchmarks, sizes: Sequence[int] = (8, 16), *, size: int = 4
 ) -> tuple[dict[int, str], TuningReport]:
     notes = TuningNotes(path)
     tuner = Autotuner(benchmarks, lambda: benchmarks.now_s, notes=notes.kind("test"))
-    weight = torch.zeros(4, 4)
-    table, report = tuner.tune(kernels, [MatrixGroup([weight], weight.nbytes, 4, 4, weight.dtype)], sizes)
+    weight = torch.zeros(size, size)
+    table, report = tuner.tune(kernels, [MatrixGroup([weight], weight.nbytes, size, size, weight.dtype)], sizes)
     notes.keep()
     return {problem.num_rows: name for problem, name in table.items()}, report
 
@@ -123,6 +123,14 @@ def test_each_start_goes_on_with_what_there_was_no_time_for(tmp_path: Path) -> N
     sizes = (1, 2, 3, 4, 5, 6, 7)
     left = [_tune(tmp_path / "notes", _Kernels(), _Benchmarks(0.6), sizes)[1].num_left_out for _ in range(5)]
     assert left == [3, 2, 1, 0, 0], "2 s at first, then half a second"
+
+
+def test_another_model_on_the_device_is_measured_in_full(tmp_path: Path) -> None:
+    _tune(tmp_path / "notes", _Kernels(), _Benchmarks())
+    left = [
+        _tune(tmp_path / "notes", _Kernels(), _Benchmarks(0.6), (1, 2, 3, 4), size=8)[1].num_left_out for _ in range(2)
+    ]
+    assert left == [0, 0], "2 s for it too, though there are notes of the first model"
 
 
 @pytest.mark.parametrize(

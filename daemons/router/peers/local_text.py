@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget
-from radixmesh.daemons.detokenizer.decoder_table import Limits as EntryLimits
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget
+from radixmesh.daemons.runtime.detokenize.decoder_table import Limits as EntryLimits
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, family_of
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.encode_request import SHORT_BYTES, encode_request
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec
-from radixmesh.daemons.tokenizer.work_queue import run_whole
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.encode_request import SHORT_BYTES, encode_request
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec, run_whole
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 log = get_logger(__name__)

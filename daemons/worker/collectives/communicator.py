@@ -15,12 +15,16 @@ import torch
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
     """A place where the ranks that share a model, or its experts, find each other. rank: of this one, in [0, size).
 
     name: of the generation and of these ranks, unlike any other at that address. host: the address of this
-    machine by which the others reach this rank.
+    machine by which the others reach this rank. is_wanted: False once nobody waits for the outcome any more.
     """
 
     address: tuple[str, int]
@@ -28,6 +32,7 @@ class Meeting:
     host: str
     rank: int
     size: int
+    is_wanted: Callable[[], bool] = _always
 
 
 class Communicator(ABC):
@@ -76,4 +81,5 @@ class Communicator(ABC):
 
 
 Connect = Callable[[Meeting], Communicator]
-"""Meets the other ranks: blocks until all are there, a minute at most. Raises RankLost if they do not come."""
+"""Meets the other ranks: blocks until all are there, a minute at most. Raises RankLost if they do not come, and
+CollectiveAborted soon after the meeting is not wanted any more."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _CONNECT_S = 60.0
+# Between two looks at who has come: many ranks ask one store.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 # Far beyond what a scheduler takes to complete the broadcast of another that died: a last resort.
 _COLLECTIVE_S = 300.0
 # Time within which a waiting collective notices that it was aborted, or that a rank is lost.
@@ -39,12 +41,13 @@ class GlooCommunicator(Communicator):
         self._failure = ""
         self._running: list[dist.Work] = []
         try:
-            alive = _store(meeting)
+            alive, store = _store(meeting), _store(meeting)
+            _await_ranks(store, meeting)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
             options._timeout = timedelta(seconds=_CONNECT_S)
             self._process_group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-                _store(meeting), meeting.rank, meeting.size, options
+                store, meeting.rank, meeting.size, options
             )
             self._process_group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
         except RuntimeError as error:
@@ -164,6 +167,25 @@ def _store(meeting: Meeting) -> Store:
     timeout = timedelta(seconds=_CONNECT_S)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     return dist.PrefixStore(meeting.name, store)  # type: ignore[attr-defined]
+
+
+def _await_ranks(store: Store, meeting: Meeting) -> None:
+    """Returns when all ranks have come. gloo would wait for them too, but in a call that nothing ends: a process that
+    ended meanwhile would be aborted by the thread that comes back from it.
+
+    Raises RankLost or CollectiveAborted.
+    """
+    store.set(f"here/{meeting.rank}", "")
+    store.add("num_here", 1)
+    deadline, pause_s = time.monotonic() + _CONNECT_S, _LEAST_PAUSE_S
+    while store.add("num_here", 0) < meeting.size:
+        if not meeting.is_wanted():
+            raise CollectiveAborted(f"{meeting.name} was left while it formed")
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(meeting.size) if not store.check([f"here/{rank}"])]
+            raise RankLost(f"{meeting.name}: ranks {missing} did not come within {_CONNECT_S:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -31,7 +31,9 @@ class Heartbeat:
         """Rounds that were completed here; stands still while the store does not answer."""
         self.lost = ""
         """The rank that is lost and why, in words; empty: none."""
-        threading.Thread(target=self._run, name="group-heartbeat", daemon=True).start()
+        # No daemon thread: an interpreter that ended around a call of the store would be aborted. It ends with the main
+        # thread.
+        threading.Thread(target=self._run, name="group-heartbeat", daemon=False).start()
 
     def stop(self) -> None:
         """Ends the thread, soon."""
@@ -50,7 +52,7 @@ class Heartbeat:
         seen: list[bytes] = [b""] * len(keys)
         missed = [0] * len(keys)
         self._store.set_timeout(timedelta(seconds=PERIOD_S * MISSED_ROUNDS))
-        while not self._is_over.is_set():
+        while not self._is_over.is_set() and threading.main_thread().is_alive():
             self._store.set(f"alive/{self._rank}", str(self.num_rounds))
             counts = self._store.multi_get(keys)
             for index, count in enumerate(counts):

@@ -83,16 +83,24 @@ class CollectiveMember:
             self.group: f"{generation}/{layout.dp_rank}/{members}",
             self.expert_group: f"{generation}/experts-{layout.rank // layout.ep_size}/{members}",
         }
+        attempt = _Attempt()
         meetings = [
-            Meeting(address=address, name=names[group], host=self._host, rank=group.rank, size=group.size)
+            Meeting(
+                address=address,
+                name=names[group],
+                host=self._host,
+                rank=group.rank,
+                size=group.size,
+                is_wanted=attempt.is_wanted,
+            )
             for group in self._groups
         ]
         with self._lock:
             if self._num_attempts >= MOST_ATTEMPTS:
                 raise RankLost(f"{MOST_ATTEMPTS} attempts to meet others are not over yet: form the group in a minute")
             self._num_attempts += 1
-            attempt = self._attempt = _Attempt()
-        # The libraries' calls cannot be interrupted: they go on in a thread whose outcome nobody may want any more.
+            self._attempt = attempt
+        # Calls of a library cannot be interrupted: they go on in a thread whose outcome nobody may want any more.
         arguments = (attempt, generation, meetings)
         threading.Thread(target=self._run, args=arguments, name="group-meets", daemon=True).start()
         attempt.is_over.wait()
@@ -170,6 +178,9 @@ class _Attempt:
                 else:
                     self.communicators = communicators
         self.is_over.set()
+
+    def is_wanted(self) -> bool:
+        return not self._is_abandoned
 
     def abandon(self) -> None:
         """Nobody wants its outcome any more."""

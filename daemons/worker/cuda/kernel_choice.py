@@ -61,8 +61,7 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
                 sizes,
                 device,
                 use_pdl=settings.use_pdl,
-                has_few_rows=settings.few_rows_gemm,
-                notes=None if settings.few_rows_gemm else TuningNotes.of_device(device),
+                notes=TuningNotes.of_device(device),
             )
     if name == "torch":
         return TorchOps()

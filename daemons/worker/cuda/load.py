@@ -70,8 +70,7 @@ _PAGES_TO_COMPILE = 64
 class DeviceSettings:
     """Settings from the worker's flags of the same names; num_pages None = as many as fit. speculation: a network
     that it names is loaded beside the model. max_drafts: of a row in the steps that verify drafts. staging_bytes: of
-    the GPU's memory that KV transfers will take. few_rows_gemm, no flag: a GEMM for up to 8 rows that has no figures
-    yet is tuned too."""
+    the GPU's memory that KV transfers will take."""
 
     dtype: str
     attention_backend: str
@@ -98,7 +97,6 @@ class DeviceSettings:
     staging_bytes: int = 0
     two_batch_min_rows: int = 0
     mask_processes: int = 0
-    few_rows_gemm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

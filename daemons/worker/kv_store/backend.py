@@ -1,4 +1,4 @@
-"""The seam of a medium that keeps records of pages: a disk, Redis, S3.
+"""The seam of a medium that keeps records of pages: a disk, Redis, S3, NIXL, Mooncake.
 
 A backend moves bytes. It neither checks nor makes checksums, and it has no queue: `store.py` does both, for all.
 """
@@ -54,6 +54,10 @@ class StoredPage(NamedTuple):
     key: bytes
     head: bytes
     payload: memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + self.payload.nbytes
 
 
 class ReadTarget(NamedTuple):

@@ -18,6 +18,7 @@ from radixmesh.daemons.worker.kv_store.backend import (
     StoreFailure,
     Usage,
 )
+from radixmesh.daemons.worker.kv_store.batches import groups
 from radixmesh.daemons.worker.kv_store.memory_backend import fill
 
 try:
@@ -58,7 +59,7 @@ class RedisBackend(KvBackend):
 
     def write(self, pages: Sequence[StoredPage]) -> int:
         num = 0
-        for group in _groups(pages, lambda page: len(page.head) + page.payload.nbytes):
+        for group in _groups(pages, lambda page: page.num_bytes):
             pipeline = self._client.pipeline(transaction=False)
             for page in group:
                 record = page.head + bytes(page.payload)
@@ -101,17 +102,7 @@ class RedisBackend(KvBackend):
 
 
 def _groups(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    group: list[T] = []
-    num_bytes = 0
-    for item in items:
-        size = size_of(item)
-        if group and (num_bytes + size > _MAX_BYTES or len(group) == _MAX_COMMANDS):
-            yield group
-            group, num_bytes = [], 0
-        group.append(item)
-        num_bytes += size
-    if group:
-        yield group
+    return groups(items, size_of, max_bytes=_MAX_BYTES, max_items=_MAX_COMMANDS)
 
 
 def _call(function: Callable[[], T]) -> T:

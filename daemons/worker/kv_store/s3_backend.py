@@ -71,7 +71,7 @@ class S3Backend(KvBackend):
     def write(self, pages: Sequence[StoredPage]) -> int:
         def put(page: StoredPage) -> int:
             record = page.head + bytes(page.payload)
-            self._client.put_object(Bucket=self._bucket, Key=self._name(page.key), Body=record)
+            self._client.put_object(Bucket=self._bucket, Key=self.name(page.key), Body=record)
             return len(record)
 
         # Their store has asked for those that are there; a writer beside it writes the same bytes.
@@ -82,7 +82,7 @@ class S3Backend(KvBackend):
     def read(self, targets: Sequence[ReadTarget]) -> list[ReadResult]:
         def get(target: ReadTarget) -> ReadResult:
             try:
-                response = self._client.get_object(Bucket=self._bucket, Key=self._name(target.key))
+                response = self._client.get_object(Bucket=self._bucket, Key=self.name(target.key))
             except ClientError as error:
                 if _code(error) in _ABSENT:
                     return ReadResult.ABSENT
@@ -96,7 +96,7 @@ class S3Backend(KvBackend):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         def has(key: bytes) -> bool:
             try:
-                self._client.head_object(Bucket=self._bucket, Key=self._name(key))
+                self._client.head_object(Bucket=self._bucket, Key=self.name(key))
             except ClientError as error:
                 if _code(error) in _ABSENT:
                     return False
@@ -107,7 +107,7 @@ class S3Backend(KvBackend):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         def delete(group: Sequence[bytes]) -> None:
-            objects = [{"Key": self._name(key)} for key in group]
+            objects = [{"Key": self.name(key)} for key in group]
             self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
 
         self._each(delete, [keys[at : at + _MAX_REMOVED] for at in range(0, len(keys), _MAX_REMOVED)])
@@ -119,7 +119,8 @@ class S3Backend(KvBackend):
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
-    def _name(self, key: bytes) -> str:
+    def name(self, key: bytes) -> str:
+        """Name of a page's object."""
         return f"{self._prefix}{key.hex()}"
 
     def _each(self, function: Callable[[T], U], items: Sequence[T]) -> list[U]:

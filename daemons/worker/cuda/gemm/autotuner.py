@@ -163,7 +163,9 @@ class Autotuner:
         notes, measured = self._notes, dict[GemmProblem, Candidate | None]()
         self._timed(report, partial(kernels.prepare, unknown(notes, list(planned))))
         budget_s = kernels.policy.budget_s
-        deadline = self._clock() + (budget_s if notes is None or not notes.has_any else min(budget_s, _AGAIN_S))
+        # Notes are of all models that this device has served: one that it has not is measured in full.
+        is_known = notes is not None and any(notes.get(problem) is not None for problem in planned)
+        deadline = self._clock() + (min(budget_s, _AGAIN_S) if is_known else budget_s)
         for problem, group in planned.items():
             if notes is not None and self._take_noted(notes, kernels, problem, group, measured):
                 report.num_noted += 1

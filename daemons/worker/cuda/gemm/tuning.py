@@ -46,13 +46,12 @@ def tuned_gemm(
     device: torch.device,
     *,
     use_pdl: bool = False,
-    has_few_rows: bool = False,
     notes: TuningNotes | None = None,
 ) -> GemmBackend:
     """For steps of `sizes` rows; torch for everything else. matrices: the largest share of a step first.
 
     use_pdl: the project's own GEMMs compete too where the device has compute capability 9.0; they run on no other.
-    has_few_rows: as of `Sm90Kernels`. notes: of earlier starts, to which this one's are added.
+    notes: of earlier starts, to which this one's are added.
     """
     table: dict[GemmProblem, GemmKernel] = {}
     of_sm90 = None if notes is None else notes.kind("sm90")
@@ -67,7 +66,7 @@ def tuned_gemm(
         groups, compiling = plain_groups(matrices, has_gated=True), None
         if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
             compiling = beside.submit(
-                compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin), has_few_rows, of_sm90
+                compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin), of_sm90
             )
         table |= tune_kind(
             cublaslt,
@@ -84,7 +83,7 @@ def tuned_gemm(
         def sm90() -> Sm90Kernels:
             kernel = compiled.result()
             check_kernel(kernel, dtype, device)
-            return Sm90Kernels(kernel, TunedGemm(table), has_few_rows=has_few_rows)
+            return Sm90Kernels(kernel, TunedGemm(table))
 
         table |= tune_kind(
             sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used", notes=of_sm90
@@ -98,14 +97,13 @@ def compiled_sm90(
     groups: Sequence[MatrixGroup[torch.Tensor]],
     sizes: Sequence[int],
     create: Callable[[], GemmSm90],
-    has_few_rows: bool = False,
     notes: KindNotes | None = None,
 ) -> GemmSm90:
     """The project's own GEMMs with all candidates compiled that are to be measured; nothing is launched. Raises what
     `create` does."""
     started = time.monotonic()
     kernel = create()
-    kernels = Sm90Kernels(kernel, TorchGemm(), has_few_rows=has_few_rows)
+    kernels = Sm90Kernels(kernel, TorchGemm())
     problems = [group.problem(num_rows) for num_rows in kernels.measured_rows(sizes) for group in groups]
     kernels.prepare(unknown(notes, problems))
     _log.info("gemm_pdl_compiled", seconds=round(time.monotonic() - started, 3))

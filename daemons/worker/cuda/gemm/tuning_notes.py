@@ -36,7 +36,6 @@ class KindNotes:
 
     def __init__(self, choices: Mapping[str, str]) -> None:
         self._choices = dict(choices)
-        self.has_any = bool(choices)
 
     def get(self, problem: GemmProblem) -> str | None:
         """The candidate's name; None: not measured yet."""
