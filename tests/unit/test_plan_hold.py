@@ -181,5 +181,9 @@ async def test_what_a_barrier_took_tells_nothing_of_decodes() -> None:
     assert least_us > 0
     barrier = replace(decode, plan=replace(decode.plan, has_forward=False, decode_set=None), num_tokens=0, chunks=())
     result = StepResult(epoch=1, step_id=1, counts=empty_ints(), ids=empty_ints(), device_end_ns=1_000_000)
-    hold.observe(barrier, result, followed=False)
+    slack_us = hold.slack_us
+    hold.observe(barrier, result, followed=True)
     assert hold.least_us(decode) == least_us and hold.least_us(barrier) == 0.0
+    start_ns = int(1e9 * (world.now + 1))  # The barrier took a second.
+    hold.observe(decode, replace(result, device_start_ns=start_ns, device_end_ns=start_ns + 20_000_000), followed=True)
+    assert hold.slack_us <= slack_us, "no plan was late"
