@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.planner_world import World
 
@@ -122,6 +123,34 @@ async def test_a_device_that_stood_still_gets_its_plans_earlier() -> None:
     device.idle_s = 0.0
     await run_for(device, 60)
     assert device.idle_s == 0.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_wrong_guess_costs_one_round_trip_however_steps_vary(seed: int) -> None:
+    """Steps take from half to twice what the last ones did, and requests come and are aborted while plans are held."""
+    rng = np.random.default_rng(seed)
+    lengths = {"s": _STEP_S}
+    loop, world, device = make(lambda plan: lengths["s"] + 0.001 * sum(chunk.length for chunk in plan.chunks))
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=190)))
+    await device.plan()
+    most_idle_s, num_held = 0.0, 0
+    for turn in range(300):
+        if turn % 40 == 0:
+            lengths["s"] = float(np.clip(lengths["s"] * rng.choice([0.5, 0.7, 1.4, 2.0]), 0.004, 0.08))
+        if rng.random() < 0.1:
+            new = world.submission([2 + turn % 60] * int(rng.integers(1, 60)), stop=Stop(max_tokens=4))
+            loop.planner.submit(new)
+            if rng.random() < 0.3:
+                loop.planner.abort(new.key.request_id)
+        if not loop.planner.num_live:
+            break
+        before_s = device.idle_s
+        await device.plan()  # The loop wakes by what came.
+        assert loop.planner.num_in_flight or not loop.planner.num_live, "nothing is held while nothing runs"
+        num_held += device.wake_s is not None
+        await device.turn()
+        most_idle_s = max(most_idle_s, device.idle_s - before_s)
+    assert num_held > 30 and most_idle_s <= _ROUND_TRIP_S + 1e-9
 
 
 @pytest.mark.parametrize("choices", [{"hold_plans": False}, {"pipeline_depth": "1"}])
