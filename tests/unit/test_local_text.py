@@ -143,6 +143,25 @@ async def test_what_takes_long_is_left_to_tokenizers_for_a_while(monkeypatch: py
     assert text.encode(of_text("x")) is not None
 
 
+async def test_a_flood_of_prompts_takes_no_more_than_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    text = await loaded(clock=clock)
+    encode = TextCodec.encode_texts
+
+    def busy(codec: TextCodec, *arguments: object) -> object:
+        clock.now += 0.0005  # Twice a request.
+        return encode(codec, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TextCodec, "encode_texts", busy)
+    assert sum(text.encode(of_text("x")) is not None for _ in range(1000)) == 67
+    clock.now += 0.1  # A quarter of which makes up for 25 ms.
+    assert sum(text.encode(of_text("x")) is not None for _ in range(1000)) in (33, 34)
+    clock.now += 1.0
+    for _ in range(1000):  # What comes at low load is not touched by it.
+        clock.now += 0.005
+        assert text.encode(of_text("x")) is not None
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -36,6 +36,8 @@ _MAX_TEXT_BYTES = 8 << 10
 # CPU seconds of a chat template, and seconds of an encoding with all around it, beyond which there is a rest.
 _MAX_RENDER_S, _MAX_ENCODE_S = 0.005, 0.01
 _REST_S = 60.0
+# Of the event loop's time, and seconds of it at once: encoding many prompts is what tokenizers have cores for.
+_SHARE, _BURST_S = 0.25, 0.05
 # Of one output here, by which a frame of its tokens takes no time that others would notice.
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_REPLAYED = 8, 128, 1024
 
@@ -59,6 +61,8 @@ class LocalText:
         self._codec: TextCodec | None = None
         self._family: DecoderFamily | None = None
         self._rests_until_s = 0.0
+        # Seconds of encoding that are not made up for yet, as of the last one.
+        self._spent_s, self._spent_at_s = 0.0, 0.0
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -81,6 +85,10 @@ class LocalText:
         codec, since_s = self._codec, self._clock()
         if codec is None or since_s < self._rests_until_s or request.ByteSize() > SHORT_BYTES:
             return None
+        self._spent_s = max(0.0, self._spent_s - _SHARE * (since_s - self._spent_at_s))
+        self._spent_at_s = since_s
+        if self._spent_s > _BURST_S:
+            return None
         fingerprint, told = codec.vocabulary.fingerprint, tuple(self._fingerprints())
         # Until a scheduler has said what is served, a tokenizer may know better which vocabulary that is.
         if not told or any(other and other != fingerprint for other in told):
@@ -96,6 +104,7 @@ class LocalText:
             self._rest(f"{type(error).__name__}: {error}")
             return None
         took_s = self._clock() - since_s
+        self._spent_s += took_s
         if took_s > _MAX_ENCODE_S:
             self._rest(f"{took_s:.3f} s for {request.ByteSize()} bytes")
         too_large = ErrorReason.ERROR_REASON_TOO_LARGE
