@@ -157,7 +157,7 @@ async def test_a_flood_of_prompts_takes_no_more_than_a_share_of_the_event_loop(m
     clock.now += 0.1  # A quarter of which makes up for 25 ms.
     assert sum(text.encode(of_text("x")) is not None for _ in range(1000)) in (33, 34)
     clock.now += 1.0
-    for _ in range(1000):  # What comes at low load is not touched by it.
+    for _ in range(1000):  # Requests at low load are untouched by it.
         clock.now += 0.005
         assert text.encode(of_text("x")) is not None
 
