@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,10 +11,11 @@ from contextlib import asynccontextmanager
 import pytest
 from support.router_mesh import TINY, RouterMesh, connected, oracle_ids, oracle_text, router_mesh
 
-from radixmesh.client import AsyncClient, Completion
+from radixmesh.client import AsyncClient, Completion, RadixMeshError
 from radixmesh.daemons.router import router as router_module
 from radixmesh.daemons.router.peers import local_detokenizer
 from radixmesh.daemons.router.peers.local_detokenizer import LocalDetokenizer
+from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.detokenize.frames import read_tokens
 from radixmesh.daemons.runtime.detokenize.messages import TokenBatch
 from radixmesh.detokenizer.v1 import detokenizer_pb2
@@ -67,6 +69,61 @@ async def test_a_request_needs_neither_tokenizer_nor_detokenizer(monkeypatch: py
         await asyncio.gather(mesh.tokenizers[0].kill(), mesh.detokenizers[0].kill())
         done = await client.complete("the end", seed=1, max_tokens=8)
         assert (done.prompt_ids, done.outputs[0].text) == (expected.prompt_ids, expected.outputs[0].text)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_options_give_the_same_here_as_through_the_daemons(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Ids, texts, stops and logprobs of random requests, some with more stop strings than are looked for here."""
+    rng = random.Random(seed)
+    requests: list[tuple[dict[str, object], dict[str, object]]] = []
+    for number in range(40):
+        text = oracle_text(oracle_ids(PROMPT, number, MAX_TOKENS), PROMPT)[0]
+        cuts = [rng.randrange(len(text)) for _ in range(rng.choice([0, 1, 3, 12]))] if text else []
+        options = {
+            "seed": number,
+            "n": rng.choice([1, 1, 3]),
+            "max_tokens": rng.randrange(1, MAX_TOKENS),
+            "temperature": rng.choice([0.0, 1.0]),
+            "stop": [text[cut : cut + rng.randrange(1, 5)] for cut in cuts],
+            "include_stop": rng.choice([True, False]),
+            "skip_special_tokens": rng.choice([True, False]),
+            "ignore_eos": rng.choice([True, False]),
+        }
+        if rng.random() < 0.3:
+            options["logprobs"] = 0
+        prompts = ["the end", "", "\u00e9\u4e16\U0001f600 \n\n\t x", "a b " * 60]
+        asked = {"prompt": PROMPT} if rng.random() < 0.5 else {"prompt": rng.choice(prompts)}
+        if rng.random() < 0.3:
+            asked = {"messages": [{"role": "user", "content": rng.choice(prompts) or "x"}]}
+        requests.append((asked, options))
+
+    async def answers(client: AsyncClient) -> list[object]:
+        async def one(asked: dict[str, object], options: dict[str, object]) -> object:
+            try:
+                done = await client.complete(**asked, **options)  # type: ignore[arg-type]
+            except RadixMeshError as error:
+                return type(error), str(error)
+            return done.prompt_ids, done.outputs
+
+        async with asyncio.timeout(60):
+            return [await one(*request) for request in requests]
+
+    async with router_mesh() as mesh, mesh.client() as client:
+        expected = await answers(client)
+    takes, taken = LocalDetokenizer.takes, collections.Counter[bool]()
+
+    def counted(link: LocalDetokenizer, output: Output) -> bool:
+        is_taken = takes(link, output)
+        taken[is_taken] += 1
+        return is_taken
+
+    monkeypatch.setattr(LocalDetokenizer, "takes", counted)
+    async with mesh_with_text(monkeypatch) as mesh, mesh.client() as client:
+        await mesh.tokenizers[0].kill()
+        assert await answers(client) == expected
+        assert sum(isinstance(answer, tuple) and isinstance(answer[0], list) for answer in expected) > 20
+        assert taken[True] > 20 and taken[False] > 3
+        await mesh.settle()
 
 
 async def test_more_outputs_than_are_decoded_here_go_to_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
