@@ -31,6 +31,7 @@ _TILES, _COLUMNS, _ROW_TILES = (64, 128, 256), (48, 64, 80, 96, 112, 128, 160, 1
 # Up to this many rows, row-tiled kernels are not worth measuring.
 _MAX_SMALL_M = 64
 
+
 def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False, count: int = 8) -> list[GemmConfig]:
     """Configurations worth measuring, `count` of each kernel, its likely fastest first; `num_out` of gate or up alone.
 
