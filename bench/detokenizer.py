@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.messages import OpenEntry, TokenBatch
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.messages import OpenEntry, TokenBatch
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
 from radixmesh.daemons.runtime.rpc.hello import make_hello

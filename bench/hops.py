@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,7 +57,6 @@ async def _measure(args: argparse.Namespace) -> Figures:
     for step_ms in args.step_ms:
         with tempfile.TemporaryDirectory(prefix="hops") as folder:
             settings = LadderSettings(step_ms=step_ms, transport=args.transport, cores_each=args.cores_each)
-            settings = replace(settings, busy_poll_s=args.busy_poll_s)
             async with running_ladder(settings, Path(folder)) as ladder:
                 if "round_trips" not in results:
                     results["round_trips"] = await _round_trips(ladder, args.round_trips)
@@ -163,7 +161,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--round-trips", type=int, default=250, help="per kind and block")
     parser.add_argument("--transport", choices=["unix", "tcp"], default="unix", help="between all processes")
     parser.add_argument("--cores-each", type=int, default=None, help="cores of every daemon that no other one has")
-    parser.add_argument("--busy-poll-s", type=float, default=0.0, help="of routers and scheduler; on 8 cores and more")
     parser.add_argument("--json", type=Path, default=None, help="file that gets the JSON object too")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few requests, one step time")
     return parser.parse_args(argv)

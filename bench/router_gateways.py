@@ -6,6 +6,8 @@ Four replicas: a scheduler and a simulated worker each (a step takes 35 ms, 0.25
 token; KV for a third of the prefixes). Ours is one router over all of them; a gateway of others stands before four
 routers with one replica each. Text prompts over HTTP, the same clients; caches are empty before each run. Figures of
 one call are comparable with each other, and not with those of another machine: the clients share its cores.
+`later` figures leave out what all clients begin with: those prompts find empty caches, whoever routes
+(router_bounds.py).
 `cpu_us_per_token` is the contestant's own CPU, `http_cpu_us_per_token` with that of the routers behind a gateway.
 """
 

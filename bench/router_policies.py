@@ -8,7 +8,7 @@ a decode row and 0.2 ms an uncached token; chunks of 512 tokens, prefixes that a
 scheduler does it; KV for about a third of the prefixes. Views of caches are reported after every step, loads once a
 second. Clients are closed loops. `best_hit_rate` is that of one cache without end, `best_hit_rate_of_kv` that of one
 cache with the KV of all replicas that knows the future; no policy has a p99 below `least_ttft_p99_ms`: all clients
-begin at once with empty caches (routing/bounds.py).
+begin at once with empty caches (routing/bounds.py). `later` figures leave out what they begin with.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class Run:
                 self._step(row)
         seconds = max(job.done for job in self._done)
         ttft = sorted(job.first_token - job.arrived for job in self._done)
+        later = sorted(job.first_token - job.arrived for job in self._done if job.arrived) or [0.0]
         cached = sum(job.hit * BLOCK for job in self._done)
         return {
             "tok_s": round(sum(job.num_output for job in self._done) / seconds, 1),
@@ -120,6 +121,8 @@ class Run:
             "best_hit_rate_of_kv": round(best_hit_rate(self._prompts, len(self._rows), self._kv_tokens), 3),
             "ttft_p50_ms": round(statistics.median(ttft) * 1e3),
             "ttft_p99_ms": round(ttft[int(0.99 * (len(ttft) - 1))] * 1e3),
+            "later_ttft_p50_ms": round(statistics.median(later) * 1e3),
+            "later_ttft_p99_ms": round(later[int(0.99 * (len(later) - 1))] * 1e3),
             "least_ttft_p99_ms": round(1e3 * self._least_p99_s()),
             "imbalance": round(statistics.fmean(self._imbalance), 2) if self._imbalance else 0.0,
             "requests": len(self._done),

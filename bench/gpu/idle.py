@@ -1,6 +1,8 @@
 """GPU idle in steady decode through the mesh: by the union of kernel intervals in a profiler trace, by depth and rows.
 
-    python bench/gpu/idle.py --pipeline-depths 0 1 2 auto --rows 1 64 256
+    python bench/gpu/idle.py --pipeline-depths 0 1 2 auto auto-unheld --rows 1 64 256
+
+auto-unheld: auto with --no-hold-plans.
 
 A scheduler and a worker as processes over gRPC; the worker's Profile verb traces some tens of steps while `rows`
 requests decode. Idle is the share of the time between the first and the last kernel in which none ran. The formula is
@@ -50,7 +52,12 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             await processes.start("worker", "worker", worker)
             for depth in args.depths:
                 name = f"scheduler-{depth}"
-                flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
+                flags = {
+                    "workers": processes.address("worker"),
+                    "chunk_tokens": 8192,
+                    "pipeline_depth": depth.removesuffix("-unheld"),
+                    "hold_plans": not depth.endswith("-unheld"),
+                }
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
                     rows.append(

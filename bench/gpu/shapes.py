@@ -1,4 +1,4 @@
-"""Model folders with a config.json and nothing else: shapes to be measured with random weights."""
+"""Model folders with a config.json, and hardly ever weights: shapes to be measured with random ones."""
 
 from __future__ import annotations
 
@@ -228,6 +228,47 @@ def write_shape(name: str, folder: Path, **changes: object) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({**SHAPES[name], **changes}, indent=1))
     return path
+
+
+def write_random_weights(folder: Path, *, device: str) -> None:
+    """Weights for the config.json of a dense Llama, in bf16, a file for each layer: for what needs bytes of weights, as
+    digests do. The same ones each time on one device."""
+    import torch
+    from safetensors.torch import save_file
+
+    of = json.loads((folder / "config.json").read_text())
+    hidden, inner, head = of["hidden_size"], of["intermediate_size"], of["head_dim"]
+    q, kv = head * of["num_attention_heads"], head * of["num_key_value_heads"]
+    ends = {"model.embed_tokens": (of["vocab_size"], hidden), "model.norm": (hidden,)}
+    if not of["tie_word_embeddings"]:
+        ends["lm_head"] = (of["vocab_size"], hidden)
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(sizes: tuple[int, ...]) -> torch.Tensor:
+        if len(sizes) == 1:
+            return torch.ones(sizes, dtype=torch.bfloat16)
+        values = torch.randn(sizes, generator=generator, device=device, dtype=torch.float32)
+        return (0.02 * values).bfloat16().cpu()
+
+    files: dict[str, str] = {}
+    parts = [(f"model.layers.{at}.", layer) for at in range(of["num_hidden_layers"])]
+    for number, (prefix, shapes) in enumerate([("", ends), *parts]):
+        tensors = {f"{prefix}{name}.weight": made(sizes) for name, sizes in shapes.items()}
+        file = f"model-{number:05d}-of-{len(parts) + 1:05d}.safetensors"
+        save_file(tensors, folder / file)
+        files |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def weight_bytes(name: str, rows: int, quantization: str = "none") -> float:

@@ -15,14 +15,14 @@ from hop_ladder.rungs import EngineRung, Prompt, RouterRung, Rung, ServeRung
 from hop_ladder.serve_stream import ServeStream
 from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.router.peers.local_text import LOAD_AFTER_S
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits as CodecLimits
+from radixmesh.daemons.runtime.tokenize.text_codec import TextCodec, TextItem
 from radixmesh.daemons.scheduler.config import SchedulerSettings
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
-from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.plans.executor import StepExecutor
@@ -42,14 +42,12 @@ class LadderSettings:
     """step_ms: every step of the simulated worker takes exactly so long, whatever is in it.
 
     Nothing else varies with the load then, so what differs between rungs is theirs. cores_each: as of Processes.
-    busy_poll_s: of routers and scheduler.
     num_pages: enough that no rung evicts, since the daemons' rungs share one cache and the others have their own.
     """
 
     step_ms: float
     transport: str = "unix"
     cores_each: int | None = None
-    busy_poll_s: float = 0.0
     num_pages: int = 1 << 19
 
     def worker(self) -> WorkerSettings:
@@ -91,10 +89,8 @@ class Ladder:
         await start("worker", "worker", self.settings.worker_flags())
         await start("tokenizer", "tokenizer", {"model": MODEL})
         await start("detokenizer", "detokenizer", {"model": MODEL})
-        busy_poll = {"busy_poll_s": self.settings.busy_poll_s} if self.settings.busy_poll_s else {}
-        await start("scheduler", "scheduler", {"workers": address("worker"), **busy_poll})
+        await start("scheduler", "scheduler", {"workers": address("worker")})
         peers = {f"{name}s": address(name) for name in ("tokenizer", "detokenizer", "scheduler")}
-        peers |= busy_poll
         await start("router", "router", peers)
         await start("router_with_text", "router", peers | {"tokenizer_path": MODEL})
         await asyncio.sleep(LOAD_AFTER_S + _LOADED_S)

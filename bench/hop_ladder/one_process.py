@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from hop_ladder.step_link import StepLink
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
-from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TokenBatch
 from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, TokenBatch
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepResult
+from radixmesh.daemons.runtime.tokenize.text_codec import TextCodec, TextItem
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, TokenRows
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
-from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 
 _OWNER = 1
 

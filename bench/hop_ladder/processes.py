@@ -85,7 +85,11 @@ class Processes:
         values = {"listen": chosen, "address-file": address_file, "log-level": "error", **flags}
         command = [sys.executable, *through, f"radixmesh.daemons.{daemon}"]
         for flag, value in values.items():
-            command += [f"--{flag.replace('_', '-')}", str(value)]
+            name_of = flag.replace("_", "-")
+            if isinstance(value, bool):
+                command.append(f"--{name_of}" if value else f"--no-{name_of}")
+            else:
+                command += [f"--{name_of}", str(value)]
         self._running[name] = _start(command, log_file)
         if self._cores_each is not None and len(self._cores) >= self._cores_each:
             # It has one thread yet, of which all others inherit this.

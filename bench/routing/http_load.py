@@ -14,12 +14,14 @@ _MAX_LINE = 1 << 22
 
 @dataclass
 class Record:
-    """One request. Seconds from its sending; num_tokens: events with text."""
+    """One request. Seconds from its sending; num_tokens: events with text. is_opening: of those that all clients send
+    at once at the beginning."""
 
     first_s: float = 0.0
     done_s: float = 0.0
     num_tokens: int = 0
     error: str = ""
+    is_opening: bool = False
 
 
 @dataclass
@@ -32,14 +34,21 @@ class Outcome:
     def summary(self) -> dict[str, float]:
         good = [record for record in self.records if not record.error]
         first = sorted(record.first_s for record in good) or [0.0]
+        later = sorted(record.first_s for record in good if not record.is_opening) or [0.0]
         return {
             "tok_s": round(sum(record.num_tokens for record in good) / max(self.seconds, 1e-9), 1),
-            "ttft_p50_ms": round(1e3 * first[len(first) // 2]),
-            "ttft_p99_ms": round(1e3 * first[int(0.99 * (len(first) - 1))]),
+            "ttft_p50_ms": _quantile_ms(first, 0.5),
+            "ttft_p99_ms": _quantile_ms(first, 0.99),
+            "later_ttft_p50_ms": _quantile_ms(later, 0.5),
+            "later_ttft_p99_ms": _quantile_ms(later, 0.99),
             "requests": len(good),
             "failed": len(self.records) - len(good),
             "seconds": round(self.seconds, 1),
         }
+
+
+def _quantile_ms(seconds: list[float], share: float) -> int:
+    return round(1e3 * seconds[int(share * (len(seconds) - 1))])
 
 
 Conversation = Iterator[list[tuple[str, int]]]
@@ -51,10 +60,15 @@ async def run_load(host: str, port: int, model: str, conversations: Iterable[Con
     outcome, rest = Outcome(), iter(conversations)
 
     async def client() -> None:
+        is_opening = True
         for conversation in rest:
             for prompts in conversation:
                 answers = (_complete(host, port, model, prompt, num_output) for prompt, num_output in prompts)
-                outcome.records += await asyncio.gather(*answers)
+                records = await asyncio.gather(*answers)
+                for record in records:
+                    record.is_opening = is_opening
+                outcome.records += records
+                is_opening = False
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(at_once)))

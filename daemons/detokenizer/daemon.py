@@ -7,9 +7,9 @@ import time
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.detokenizer.config import DetokenizerSettings
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.service import DetokenizerService
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, family_of
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto, make_hello

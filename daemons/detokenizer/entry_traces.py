@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
-from radixmesh.daemons.detokenizer.messages import OpenEntry
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable
+from radixmesh.daemons.runtime.detokenize.messages import OpenEntry
 from radixmesh.daemons.runtime.telemetry.tracing import Span, Tracer
 
 

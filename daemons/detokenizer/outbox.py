@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, Pending, TextDelta
 from radixmesh.daemons.runtime.rpc.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, FrameBudget
 
 # Bytes that a row or failure costs beside its text.
 _ROW_BYTES = 64
 # Of a row that ends with a stop string: it says which.
 _STOP_BYTES = 1024
-
-
-class Pending(NamedTuple):
-    """One response, with one delta and one failure an entry; a long text goes on in the next response."""
-
-    deltas: list[TextDelta]
-    failures: list[EntryFailure]
 
 
 class Outbox:

@@ -11,12 +11,12 @@ import grpc
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
 from radixmesh.daemons.detokenizer.entry_traces import EntryTraces
-from radixmesh.daemons.detokenizer.frames import read_opens, read_tokens, write_response
-from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
 from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable
+from radixmesh.daemons.runtime.detokenize.frames import read_opens, read_tokens, write_response
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, TextDelta
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress, State
 from radixmesh.daemons.runtime.rpc.hello import check_peer

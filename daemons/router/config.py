@@ -94,11 +94,6 @@ class RouterSettings(CommonSettings):
         "folder of the served model: with its tokenizer short prompts are encoded and few outputs decoded in this "
         "process, which saves a first token the way to tokenizer and detokenizer; all else is for these",
     )
-    busy_poll_s: float = setting(
-        0.0,
-        "seconds after the last request for which this process polls for messages instead of sleeping: a first token "
-        "waits less for it, and it takes a core meanwhile; 0: it sleeps",
-    )
     local_outputs: int = setting(16, "outputs that are decoded here at a time, with --tokenizer-path; 0: none")
     tokenizer_hedge_s: float = setting(0.4, "seconds after which a second tokenizer is asked too")
     migrate_after_s: float = setting(1.0, "seconds after which requests leave a scheduler whose group does not serve")
@@ -199,8 +194,6 @@ class RouterSettings(CommonSettings):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
-        if not self.busy_poll_s >= 0:
-            raise ValueError(f"--busy-poll-s must be >= 0, not {self.busy_poll_s}")
         if self.http_responses_bytes < 0:
             raise ValueError(f"--http-responses-bytes must be >= 0, not {self.http_responses_bytes}")
         if self.http_body_bytes > self.http_bodies_bytes * 3 // 4:

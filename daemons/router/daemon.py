@@ -13,7 +13,6 @@ from radixmesh.daemons.router.http.server.server import HttpServer
 from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler, watch_cache
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.service import RouterService
-from radixmesh.daemons.runtime.busy_poll import BusyPoll
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.rpc.lookup import look_up
 from radixmesh.daemons.runtime.security.api_keys import ApiKeys
@@ -57,8 +56,6 @@ class RouterDaemon(Daemon):
         self._clock: asyncio.Task[None] | None = None
         self._names: asyncio.Task[None] | None = None
         self._text: asyncio.Task[None] | None = None
-        self._polling: asyncio.Task[None] | None = None
-        self._busy_poll = BusyPoll(settings.busy_poll_s, lambda: self._router.num_streams > 0)
         self._runtime = runtime
         runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
@@ -76,7 +73,6 @@ class RouterDaemon(Daemon):
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")
         self._names = self._runtime.spawn(self._router.follow_names(), "names")
         self._text = self._runtime.spawn(self._router.load_text(), "text")
-        self._polling = self._runtime.spawn(self._busy_poll.run(), "busy-poll")
 
     async def drain(self) -> None:
         """Clients are told to go elsewhere while what they have here ends: by GOAWAY, and by connections that close.
@@ -94,7 +90,7 @@ class RouterDaemon(Daemon):
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
-        for task in (self._clock, self._names, self._text, self._polling):
+        for task in (self._clock, self._names, self._text):
             if task is not None:
                 task.cancel()
         if self.http is not None:

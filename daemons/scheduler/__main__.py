@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from radixmesh.daemons.runtime.busy_poll import BusyPoll
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.rpc.frames import MAX_SERVE_FRAME_BYTES
 from radixmesh.daemons.runtime.rpc.gates.stream_gate import StreamLimits
@@ -36,12 +35,9 @@ class SchedulerDaemon(Daemon):
         runtime.server.add(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, self.servicer)
         self._runtime = runtime
         self._running: asyncio.Task[None] | None = None
-        self._polling: asyncio.Task[None] | None = None
-        self._busy_poll = BusyPoll(settings.busy_poll_s, lambda: self.loop.planner.num_live > 0)
 
     async def load(self) -> None:
         self._running = self._runtime.spawn(self.loop.run(), "engine")
-        self._polling = self._runtime.spawn(self._busy_poll.run(), "busy-poll")
         await self.loop.until(lambda: self.loop.group_state in (GroupState.SERVING, GroupState.STANDBY))
 
     async def drain(self) -> None:
@@ -51,8 +47,6 @@ class SchedulerDaemon(Daemon):
         await self.servicer.drained()
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
         if self._running is not None:
             self._running.cancel()
             with suppress(asyncio.CancelledError):

@@ -102,11 +102,6 @@ class SchedulerSettings(CommonSettings):
         "computed")  # fmt: skip
     kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
         "host")  # fmt: skip
-    busy_poll_s: float = setting(
-        0.0,
-        "seconds after the last request for which this process polls for messages instead of sleeping: a first token "
-        "waits less for it, and it takes a core meanwhile; 0: it sleeps",
-    )
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -135,8 +130,6 @@ class SchedulerSettings(CommonSettings):
                 "--max-queue, --max-overtake-factor, --max-preemptions and --prefill-align-steps must be >= 0 and "
                 "--step-timeout-s > 0"
             )
-        if not self.busy_poll_s >= 0:
-            raise ValueError(f"--busy-poll-s must be >= 0, not {self.busy_poll_s}")
         if not 0.0 <= self.expert_balance_threshold <= 1.0 or not self.expert_balance_interval_s > 0:
             raise ValueError("--expert-balance-threshold must be in [0, 1] and --expert-balance-interval-s > 0")
         choices: Iterable[str]

@@ -73,6 +73,7 @@ class PlanSender:
             now = self._clock()
             if steps and not batch and self._holds_plans:
                 if self._awaits_prefix(steps):
+                    self._is_holding = False  # It leaves behind the result, which is no lateness.
                     break
                 if held_s := self._held_s(steps, now):
                     self._is_holding = True

@@ -6,11 +6,11 @@ import asyncio
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
 from radixmesh.daemons.tokenizer.service import TokenizerService
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue
 from radixmesh.tokenizer.v1 import tokenizer_pb2_grpc
 

@@ -14,10 +14,10 @@ from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Tracer, current_context, is_traceparent
+from radixmesh.daemons.runtime.tokenize.encode_request import encode_request, is_short_text
+from radixmesh.daemons.runtime.tokenize.text_codec import Steps, TextCodec
 from radixmesh.daemons.tokenizer.encode_calls import EncodeCalls
-from radixmesh.daemons.tokenizer.encode_request import encode_request, is_short_text
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler
-from radixmesh.daemons.tokenizer.text_codec import Steps, TextCodec
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 

@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
+from radixmesh.daemons.runtime.tokenize.text_codec import run_whole
 
 _T = TypeVar("_T")
 
@@ -202,15 +203,6 @@ def in_one_step(work: Callable[[], _T]) -> Generator[int, None, _T]:
     """A function as a call for the queue."""
     yield from ()
     return work()
-
-
-def run_whole(steps: Generator[int, None, _T]) -> _T:
-    """All steps of a call at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return cast(_T, end.value)
 
 
 def _step(steps: Generator[int, None, object], clock: Callable[[], float]) -> _Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import grpc
 import pytest
@@ -84,6 +84,26 @@ async def test_requests_that_are_here_have_a_bound_and_small_ones_go_on() -> Non
         echo.go.set()
         assert await small == 0 and all(isinstance(size, int) for size in await asyncio.gather(*held))
         assert await _said(decode(large)) > MIB, "their room is given back"  # type: ignore[operator]
+
+
+async def test_a_message_that_is_there_at_once_costs_no_task_of_its_own() -> None:
+    echo = _Echo()
+    echo.go.set()
+    async with serving(unary_limits=_LIMITS, tokenizer=echo) as bench, raw_channel(bench.address) as channel:
+        loop, names = asyncio.get_running_loop(), list[str]()
+
+        def make(loop: asyncio.AbstractEventLoop, coro: Coroutine[object, object, object], **how: object) -> object:
+            names.append(coro.__qualname__)
+            return asyncio.Task(coro, loop=loop, **how)  # type: ignore[arg-type]
+
+        loop.set_task_factory(make)  # type: ignore[arg-type]
+        try:
+            for _ in range(8):
+                await channel.unary_unary(_DECODE)(_request(0))
+        finally:
+            loop.set_task_factory(None)
+        # Tasks of grpc's alone, those of a call and of its server's handler.
+        assert names and not [name for name in names if "read" in name.lower()], names
 
 
 async def test_who_sends_nothing_is_told_so_and_holds_nobody_else_up() -> None:

@@ -17,8 +17,8 @@ REQUEST_ID = (256, f"{D}runtime.request_ids:check_request_id")
 NAME = (256, f"{D}router.requests.intake.resolver:check_names")
 # Parsed and refused: the verb or option is not offered.
 NOT_OFFERED_WORKER = (64 << 20, f"{D}worker.service:WorkerService")
-TEXT = (4 << 20, f"{D}tokenizer.text_codec:Limits")
-JSON = (4 << 20, f"{D}tokenizer.chat:check_chat_size")
+TEXT = (4 << 20, f"{D}runtime.tokenize.text_codec:Limits")
+JSON = (4 << 20, f"{D}runtime.tokenize.chat:check_chat_size")
 ADDRESS = (64 << 10, WIRE)
 # Ids of the vocabulary, as many as the context holds; what is one message at most is compared as an array.
 CONTEXT = (64 << 20, f"{D}router.requests.intake.resolver:check_prompt")
@@ -101,8 +101,8 @@ BOUNDS: dict[str, Bound] = {
     ),
     **_rows("router.v1.OutputProgress", output_ids=(64 << 20, f"{D}router.requests.intake.resume:rebuild")),
     **_rows("router.v1.AbortRequest", request_id=REQUEST_ID),
-    **_rows("router.v1.TokenizeRequest", model=NAME, items=(4096, f"{D}tokenizer.text_codec:Limits")),
-    **_rows("tokenizer.v1.ChatInput", messages=(4096, f"{D}tokenizer.text_codec:Limits"), tools_json=JSON),
+    **_rows("router.v1.TokenizeRequest", model=NAME, items=(4096, f"{D}runtime.tokenize.text_codec:Limits")),
+    **_rows("tokenizer.v1.ChatInput", messages=(4096, f"{D}runtime.tokenize.text_codec:Limits"), tools_json=JSON),
     **_rows("tokenizer.v1.ChatInput", template_args_json=JSON),
     # A template's rendering of them is bounded by its budget and as a text.
     **_rows("tokenizer.v1.ChatMessage", role=(64 << 10, WIRE), content=TEXT, extra_json=JSON),
@@ -113,12 +113,14 @@ BOUNDS: dict[str, Bound] = {
     **_rows("router.v1.DrainSchedulerRequest", address=ADDRESS),
     **_rows("router.v1.MoveOutputsRequest", request_id=REQUEST_ID, from_address=ADDRESS, to_address=ADDRESS),
     # Routers to tokenizers.
-    **_rows("tokenizer.v1.EncodeRequest", items=(4096, f"{D}tokenizer.text_codec:Limits"), tenant=(64 << 10, WIRE)),
+    **_rows(
+        "tokenizer.v1.EncodeRequest", items=(4096, f"{D}runtime.tokenize.text_codec:Limits"), tenant=(64 << 10, WIRE)
+    ),
     **_rows("tokenizer.v1.EncodeEachRequest", trace_context=(16 << 10, f"{D}runtime.encode_calls:MAX_CALL_BYTES")),
     **_rows("tokenizer.v1.CompileGrammarRequest", tenant=(64 << 10, WIRE)),
     **_rows(
         "tokenizer.v1.DecodeRequest",
-        ids=(4096, f"{D}tokenizer.text_codec:MAX_DECODED_IDS"),
+        ids=(4096, f"{D}runtime.tokenize.text_codec:MAX_DECODED_IDS"),
         tenant=(64 << 10, WIRE),
     ),
     # Routers to detokenizers.
@@ -126,18 +128,18 @@ BOUNDS: dict[str, Bound] = {
     **_rows(
         "detokenizer.v1.Open",
         request_id=PEER_NAME,
-        prompt_tail_ids=(64 << 20, f"{D}detokenizer.decoder_table:DecoderTable"),
-        output_ids=(4 << 20, f"{D}detokenizer.decoder_table:Limits"),
+        prompt_tail_ids=(64 << 20, f"{D}runtime.detokenize.decoder_table:DecoderTable"),
+        output_ids=(4 << 20, f"{D}runtime.detokenize.decoder_table:Limits"),
         eos_ids=(64 << 20, WHOLE),
         trace_context=PEER_NAME,
     ),
     **_rows(
         "detokenizer.v1.TokenRows",
-        handles=(4 << 16, f"{D}detokenizer.frames:MAX_ROWS"),
-        first_output_indexes=(4 << 16, f"{D}detokenizer.frames:MAX_ROWS"),
-        counts=(4 << 16, f"{D}detokenizer.frames:MAX_ROWS"),
-        ids=(4 << 21, f"{D}detokenizer.frames:MAX_IDS"),
-        finals=(1 << 16, f"{D}detokenizer.frames:MAX_ROWS"),
+        handles=(4 << 16, f"{D}runtime.detokenize.frames:MAX_ROWS"),
+        first_output_indexes=(4 << 16, f"{D}runtime.detokenize.frames:MAX_ROWS"),
+        counts=(4 << 16, f"{D}runtime.detokenize.frames:MAX_ROWS"),
+        ids=(4 << 21, f"{D}runtime.detokenize.frames:MAX_IDS"),
+        finals=(1 << 16, f"{D}runtime.detokenize.frames:MAX_ROWS"),
     ),
     # Routers to schedulers.
     **_rows(

@@ -11,11 +11,11 @@ import pytest
 from support.router_mesh import TINY, RouterMesh, connected, oracle_ids, oracle_text, router_mesh
 
 from radixmesh.client import AsyncClient, Completion
-from radixmesh.daemons.detokenizer.frames import read_tokens
-from radixmesh.daemons.detokenizer.messages import TokenBatch
 from radixmesh.daemons.router import router as router_module
 from radixmesh.daemons.router.peers import local_detokenizer
 from radixmesh.daemons.router.peers.local_detokenizer import LocalDetokenizer
+from radixmesh.daemons.runtime.detokenize.frames import read_tokens
+from radixmesh.daemons.runtime.detokenize.messages import TokenBatch
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 
 PROMPT = [5, 6, 7, 8]

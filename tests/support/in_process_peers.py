@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.service import DetokenizerService
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello

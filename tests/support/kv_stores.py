@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import importlib.util
 import os
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,22 +170,31 @@ def _nixl_obj(folder: Path) -> Iterator[Medium]:
 
 @contextmanager
 def _mooncake(folder: Path) -> Iterator[Medium]:
-    with mooncake_store() as servers:
-        from radixmesh.daemons.worker.kv_store.mooncake_backend import MooncakeBackend, MooncakeDistributedStore
+    servers, client = _kept_mooncake()
+    from radixmesh.daemons.worker.kv_store.mooncake_backend import MooncakeBackend
 
-        client = MooncakeDistributedStore()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", servers.master) == 0
+    def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
+        name = f"radixmesh-kv-{key.hex()}"
+        record = bytearray(client.get(name))
+        record[at] ^= mask
+        assert client.remove(name, True) == 0 and client.put(name, bytes(record)) == 0
 
-        def damage(backend: KvBackend, key: bytes, at: int, mask: int) -> None:
-            name = f"radixmesh-kv-{key.hex()}"
-            record = bytearray(client.get(name))
-            record[at] ^= mask
-            assert client.remove(name, True) == 0 and client.put(name, bytes(record)) == 0
+    assert client.remove_all(True) >= 0, "pages of an earlier test stay"
+    yield Medium(lambda: MooncakeBackend(servers.master, pool_bytes=16 << 20), damage, None, True, True)
 
-        try:
-            yield Medium(lambda: MooncakeBackend(servers.master, pool_bytes=16 << 20), damage, None, True, True)
-        finally:
-            client.close()
+
+@functools.cache
+def _kept_mooncake() -> tuple[MooncakeServers, Any]:
+    """A store that stays for the process's tests, since it takes seconds to start, and a client of it."""
+    servers = MooncakeServers(64, 10_000)
+    atexit.register(servers.close)
+    servers.start_master()
+    servers.start_memory()
+    from radixmesh.daemons.worker.kv_store.mooncake_backend import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", servers.master) == 0
+    return servers, client
 
 
 MEDIA: Mapping[str, Callable[[Path], AbstractContextManager[Medium]]] = {
@@ -254,7 +266,7 @@ def shared_store(scheme: str, folder: Path) -> Iterator[str]:
             yield url
     elif scheme == "nixl-file":
         pytest.importorskip("nixl_cu13", reason="nixl-cu13 is not installed: radixmesh[kv-nixl]")
-        yield f"nixl-file://{folder}/shared?budget=1GiB&pool=64MiB"
+        yield f"nixl-file://{folder}/shared?budget=16GiB"
     elif scheme == "nixl-obj":
         needs_nixl_obj()
         import boto3

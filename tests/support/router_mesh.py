@@ -15,13 +15,13 @@ from radixmesh.client import AsyncClient
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.messages import OpenEntry, TokenBatch
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.messages import OpenEntry, TokenBatch
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary

@@ -8,10 +8,10 @@ import sys
 from support.small_tokenizers import byte_level, vocabulary_of
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
 from radixmesh.daemons.detokenizer.outbox import Outbox
-from radixmesh.daemons.detokenizer.text_decoder import family_of
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_FRAME_ENTRIES
 

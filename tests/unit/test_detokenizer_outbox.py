@@ -10,14 +10,14 @@ from support.small_tokenizers import byte_level, vocabulary_of
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer import outbox as outbox_module
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.frames import write_response
-from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
-from radixmesh.daemons.detokenizer.output_decoder import StopHit
 from radixmesh.daemons.detokenizer.service import DetokenizerService
-from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.frames import write_response
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, TextDelta
+from radixmesh.daemons.runtime.detokenize.output_decoder import StopHit
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.small_tokenizers import BYTE_LETTERS, TEXTS, byte_level, vocabulary_of
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.output_decoder import OutputDecoder, StopHit
-from radixmesh.daemons.detokenizer.stop_finder import StopFinder, StopSet
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.detokenize.output_decoder import OutputDecoder, StopHit
+from radixmesh.daemons.runtime.detokenize.stop_finder import StopFinder, StopSet
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 

@@ -12,7 +12,7 @@ from support.small_tokenizers import BYTE_LETTERS, KINDS, TEXTS, vocabulary_of
 from tokenizers import Tokenizer, decoders, models
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder, family_of
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, TextDecoder, family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 

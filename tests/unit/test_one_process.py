@@ -10,16 +10,16 @@ import pytest
 from support.bench_modules import bench_imports
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
-from radixmesh.daemons.detokenizer.text_decoder import family_of
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits as CodecLimits
+from radixmesh.daemons.runtime.tokenize.text_codec import TextCodec
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
-from radixmesh.daemons.tokenizer.text_codec import TextCodec
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel

@@ -8,12 +8,12 @@ import pytest
 from support.router_requests import change, new_request
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.frames import read_opens
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.schedulers.serve_frames import ServeFrames
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, Request
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.runtime.detokenize.frames import read_opens
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.rpc.hello import make_hello

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.small_tokenizers import SENTENCEPIECE_KINDS, TEXTS, vocabulary_of
 
-from radixmesh.daemons.detokenizer.text_decoder import family_of
+from radixmesh.daemons.runtime.detokenize.text_decoder import family_of
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec, TextItem
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec, TextItem
 
 _KINDS = sorted(SENTENCEPIECE_KINDS)
 # Of each kind: special tokens, and those that are added to the vocabulary and show in texts.

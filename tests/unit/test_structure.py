@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_IMPORT = re.compile(r"^\s*(?:from|import) radixmesh\.daemons(?:\.| import )(\w+)", re.MULTILINE)
 FOLDERS = ("daemons", "kernels", "clients", "compose", "bench", "tests")
 # A docstring or a comment says what the thing is: a noun phrase or an imperative, "True if ..." for a predicate.
 _WORDS = "(What|Which|Who|Whose|Whom|Where|How|Whether)"
@@ -45,6 +46,24 @@ def test_protos_explain_messages_the_same_way() -> None:
         if _QUESTION.match(line.strip().removeprefix("//").strip())
     ]
     assert not found, "begin with a noun or an imperative instead:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("daemon", sorted(path.parent.name for path in (ROOT / "daemons").glob("*/__init__.py")))
+def test_no_daemon_imports_another_one(daemon: str) -> None:
+    """Importing one would start its side of an agreement in another process; both import daemons/runtime/ instead."""
+    files = python_files(f"daemons/{daemon}")
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in _IMPORT.findall(path.read_text())
+        if name not in (daemon, "runtime")
+    ]
+    assert files and not found, "move both sides' part to daemons/runtime/:\n" + "\n".join(found)
+
+
+def test_imports_of_daemons_are_seen_in_every_form() -> None:
+    source = "import radixmesh.daemons.a\nfrom radixmesh.daemons.b.c import d\n    from radixmesh.daemons import e\n"
+    assert _IMPORT.findall(source) == ["a", "b", "e"]
 
 
 def test_no_test_leaves_the_scripts_of_bench_on_the_path_of_all_others() -> None:

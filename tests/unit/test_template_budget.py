@@ -8,8 +8,8 @@ import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.tokenizer.chat import Chat
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.chat import Chat
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
 
 MANY = [{"role": "user", "content": "m" * 100}] * 4096
 FOR_EVER = {

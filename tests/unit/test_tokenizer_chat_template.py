@@ -11,8 +11,8 @@ from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.tokenizer.chat import Chat, read_message, read_template_args, read_tools
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.chat import Chat, read_message, read_template_args, read_tools
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
 
 TINY = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 

@@ -12,11 +12,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.tokenizer import text_codec, text_cuts
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec, TextItem
-from radixmesh.daemons.tokenizer.text_cuts import cutter_of, outer_ids
-from radixmesh.daemons.tokenizer.token_bounds import max_bytes_per_token
+from radixmesh.daemons.runtime.tokenize import text_codec, text_cuts
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec, TextItem
+from radixmesh.daemons.runtime.tokenize.text_cuts import cutter_of, outer_ids
+from radixmesh.daemons.runtime.tokenize.token_bounds import max_bytes_per_token
 
 # Every class that a split tells apart, what composes under NFC, what is alike, contractions, and parts of added tokens.
 PIECES = [

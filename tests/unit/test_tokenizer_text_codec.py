@@ -15,9 +15,9 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
-from radixmesh.daemons.tokenizer.chat import Chat
-from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
-from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec, TextItem
+from radixmesh.daemons.runtime.tokenize.chat import Chat
+from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_codec import Limits, TextCodec, TextItem
 
 TINY = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 TEMPLATE = ChatTemplate({"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": "<s>"})

@@ -11,10 +11,6 @@ import time
 from collections.abc import Callable
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
-from radixmesh.daemons.detokenizer.frames import read_opens, read_tokens, write_response
-from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
-from radixmesh.daemons.detokenizer.outbox import Pending
 from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerEvents, DetokenizerLink, Entry
 from radixmesh.daemons.router.peers.frame_stream import FrameStream
@@ -22,6 +18,9 @@ from radixmesh.daemons.router.peers.local_text import LocalText, is_cheap
 from radixmesh.daemons.router.peers.peer_link import LinkState
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable
+from radixmesh.daemons.runtime.detokenize.frames import read_opens, read_tokens, write_response
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, Pending, TextDelta
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.detokenizer.v1 import detokenizer_pb2

@@ -42,6 +42,12 @@ class FairSemaphore:
         else:
             await self._wait(peer)
 
+    def take_now(self, peer: str) -> None:
+        """As take(), of one that cannot wait. Raises MeshError OVERLOADED where no permit is free for the peer."""
+        if not self._num_free or self._held[peer] >= self._max_per_peer:
+            raise self._overloaded()
+        self._take(peer)
+
     def give_back(self, peer: str) -> None:
         """Ends what take() began."""
         self._num_free += 1
@@ -67,10 +73,7 @@ class FairSemaphore:
 
     def _make_room(self, peer: str) -> None:
         """Refuses the last one that waits of the peer with most; raises OVERLOADED where that is the caller itself."""
-        message = (
-            f"all calls that run at once are taken and {self._num_waiting} wait already: retry, or on another replica"
-        )
-        error = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        error = self._overloaded()
         fullest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=peer)
         if len(self._waiting.get(fullest, ())) <= len(self._waiting.get(peer, ())) + 1:
             raise error
@@ -78,6 +81,12 @@ class FairSemaphore:
         self._forget(fullest, waiter)
         if not waiter.done():
             waiter.set_exception(error)
+
+    def _overloaded(self) -> MeshError:
+        message = (
+            f"all calls that run at once are taken and {self._num_waiting} wait already: retry, or on another replica"
+        )
+        return MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
 
     def _take(self, peer: str) -> None:
         self._num_free -= 1

@@ -169,24 +169,57 @@ class UnaryGate(grpc.aio.ServerInterceptor):
 
     async def _received(self, context: _Context) -> bytes:
         peer = context.peer()
-        async with self._receiving.permit(peer):
-            # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
-            reading = asyncio.ensure_future(context.read())
-            try:
-                await asyncio.wait((reading,), timeout=min(self._limits.quick_s, self._limits.patience_s))
-            except asyncio.CancelledError:
-                reading.cancel()
-                raise
+        await self._receiving.take(peer)
+        arrival = _Arrival(peer, self._receiving, self._slow, self._limits)
         try:
-            if not reading.done():
-                async with self._slow.permit(peer):
-                    await asyncio.wait((reading,), timeout=self._limits.patience_s)
-            if not reading.done():
-                message = f"the message did not arrive within {self._limits.patience_s:g} s: send it without a pause"
-                raise MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message)
-            raw = await reading
+            # In the handler's own task, and with one timer: most calls are of a message that is there at once.
+            async with asyncio.timeout(None) as limit:
+                arrival.begin(limit)
+                # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
+                raw = await context.read()
+        except TimeoutError:
+            raise arrival.error() from None
         finally:
-            reading.cancel()
+            arrival.end()
         if raw is grpc.aio.EOF:
             raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, "the call ended without a message: send one")
         return cast(bytes, raw)
+
+
+class _Arrival:
+    """The permit of a message while it arrives. One that is not quick exchanges it for a slow one, or is refused."""
+
+    def __init__(self, peer: str, quick: FairSemaphore, slow: FairSemaphore, limits: UnaryLimits) -> None:
+        """peer: it has a permit of `quick`."""
+        self._peer = peer
+        self._holds = quick
+        self._slow = slow
+        self._limits = limits
+        self._refusal: MeshError | None = None
+
+    def begin(self, limit: asyncio.Timeout) -> None:
+        """limit: around the wait for the message."""
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        delay_s = min(self._limits.quick_s, self._limits.patience_s)
+        self._timer = self._loop.call_later(delay_s, self._slow_down)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        self._holds.give_back(self._peer)
+
+    def error(self) -> MeshError:
+        """The reason why the limit's time came."""
+        message = f"the message did not arrive within {self._limits.patience_s:g} s: send it without a pause"
+        return self._refusal or MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message)
+
+    def _slow_down(self) -> None:
+        try:
+            self._slow.take_now(self._peer)
+        except MeshError as error:
+            self._refusal = error
+            self._limit.reschedule(self._loop.time())
+            return
+        self._holds.give_back(self._peer)
+        self._holds = self._slow
+        self._limit.reschedule(self._loop.time() + self._limits.patience_s)

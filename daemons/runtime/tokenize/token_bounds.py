@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from radixmesh.daemons.tokenizer.text_cuts import steps_of
+from radixmesh.daemons.runtime.tokenize.text_cuts import steps_of
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:

@@ -12,13 +12,13 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
-from radixmesh.daemons.tokenizer.chat import Chat
-from radixmesh.daemons.tokenizer.chat_template import MAX_RENDER_S, ChatTemplate
-from radixmesh.daemons.tokenizer.text_cuts import cutter_of, outer_ids
-from radixmesh.daemons.tokenizer.token_bounds import max_bytes_per_token
+from radixmesh.daemons.runtime.tokenize.chat import Chat
+from radixmesh.daemons.runtime.tokenize.chat_template import MAX_RENDER_S, ChatTemplate
+from radixmesh.daemons.runtime.tokenize.text_cuts import cutter_of, outer_ids
+from radixmesh.daemons.runtime.tokenize.token_bounds import max_bytes_per_token
 
 _T = TypeVar("_T")
-# Work in steps: see WorkQueue.
+# Work in steps, each of which yields the bytes that the next one works on: see the tokenizer's WorkQueue.
 Steps: TypeAlias = Generator[int, None, _T]
 
 # Characters of a part: 10 to 30 ms of encoding.
@@ -80,12 +80,7 @@ class TextCodec:
     def encode(self, items: Sequence[Item], max_tokens: int = 0) -> list[Encoded]:
         """All steps of encode_steps() at once. Raises MeshError TOO_LARGE for too many items."""
         self.check_num_items(len(items))
-        steps = self.encode_steps(items, max_tokens)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return cast("list[Encoded]", end.value)
+        return run_whole(self.encode_steps(items, max_tokens))
 
     def encode_steps(self, items: Iterable[Item], max_tokens: int = 0) -> Steps[list[Encoded]]:
         """One answer per item, in order; an item that is or becomes an error leaves the others alone.
@@ -248,3 +243,12 @@ def _too_long(num_tokens: int, max_tokens: int) -> MeshError:
 def _too_large(what: str, size: int, limit: int) -> MeshError:
     message = f"{what} is more than the {limit} that this tokenizer takes: send less at once"
     return MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"size": str(size), "max": str(limit)})
+
+
+def run_whole(steps: Steps[_T]) -> _T:
+    """All steps of a call at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(_T, end.value)

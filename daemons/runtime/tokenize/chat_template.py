@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import read_chat_templates, read_json_object
-from radixmesh.daemons.tokenizer.chat import Chat, JsonObject, invalid_chat
-from radixmesh.daemons.tokenizer.template_budget import CountingEnvironment, OverBudgetError, RenderBudget
+from radixmesh.daemons.runtime.tokenize.chat import Chat, JsonObject, invalid_chat
+from radixmesh.daemons.runtime.tokenize.template_budget import CountingEnvironment, OverBudgetError, RenderBudget
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Names under which a message's reasoning is passed; the first is what templates read, gpt-oss's read the second.

@@ -11,7 +11,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, TextDecoder
 from radixmesh.daemons.runtime.model_folder.token_bytes import byte_level_bytes, byte_level_table
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 

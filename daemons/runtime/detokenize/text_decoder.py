@@ -56,13 +56,13 @@ def family_of(vocabulary: Vocabulary, name: str | None = None) -> DecoderFamily:
 
 
 def _byte_level(vocabulary: Vocabulary) -> DecoderFamily:
-    from radixmesh.daemons.detokenizer.byte_level import ByteLevelFamily
+    from radixmesh.daemons.runtime.detokenize.byte_level import ByteLevelFamily
 
     return ByteLevelFamily(vocabulary)
 
 
 def _prefix_diff(vocabulary: Vocabulary) -> DecoderFamily:
-    from radixmesh.daemons.detokenizer.prefix_diff import PrefixDiffFamily
+    from radixmesh.daemons.runtime.detokenize.prefix_diff import PrefixDiffFamily
 
     return PrefixDiffFamily(vocabulary)
 

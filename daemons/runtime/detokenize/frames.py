@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
-from radixmesh.daemons.detokenizer.outbox import Pending
 from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, Pending, TextDelta, TokenBatch
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.detokenizer.v1 import detokenizer_pb2

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixmesh.daemons.detokenizer.output_decoder import StopHit
+from radixmesh.daemons.runtime.detokenize.output_decoder import StopHit
 from radixmesh.daemons.runtime.errors import MeshError
 
 
@@ -57,3 +57,10 @@ class EntryFailure(NamedTuple):
     handle: int
     is_lost: bool
     error: MeshError
+
+
+class Pending(NamedTuple):
+    """One response, with one delta and one failure an entry; a long text goes on in the next response."""
+
+    deltas: list[TextDelta]
+    failures: list[EntryFailure]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily, TextDecoder
 from radixmesh.daemons.runtime.model_folder.token_bytes import decoder_kinds
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.tokenizer.chat import (
+from radixmesh.daemons.runtime.tokenize.chat import (
     Chat,
     check_chat_size,
     invalid_chat,
@@ -15,7 +15,7 @@ from radixmesh.daemons.tokenizer.chat import (
     read_template_args,
     read_tools,
 )
-from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, TextItem
+from radixmesh.daemons.runtime.tokenize.text_codec import Encoded, Steps, TextCodec, TextItem
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 # Of texts that are encoded on the event loop: 0.2 ms of it, under 1 ms for as many items as fit.

@@ -1,4 +1,4 @@
-"""The text of one output while its tokens arrive: decoding, stop strings, what the client already has.
+"""The text of one output while its tokens arrive: decoding, stop strings, what was sent before.
 
     ids --TextDecoder--> text --StopFinder--> text before any stop --resume--> text the client has not got
           keeps < 1 character        keeps < 1 stop string         drops emitted_text_bytes
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.stop_finder import Match, StopFinder, StopSet
-from radixmesh.daemons.detokenizer.text_decoder import TextDecoder
+from radixmesh.daemons.runtime.detokenize.stop_finder import Match, StopFinder, StopSet
+from radixmesh.daemons.runtime.detokenize.text_decoder import TextDecoder
 from radixmesh.daemons.runtime.errors import MeshError
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
-from radixmesh.daemons.detokenizer.output_decoder import OutputDecoder
-from radixmesh.daemons.detokenizer.stop_finder import StopSet
-from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily
+from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
+from radixmesh.daemons.runtime.detokenize.output_decoder import OutputDecoder
+from radixmesh.daemons.runtime.detokenize.stop_finder import StopSet
+from radixmesh.daemons.runtime.detokenize.text_decoder import DecoderFamily
 from radixmesh.daemons.runtime.errors import MeshError
 
 

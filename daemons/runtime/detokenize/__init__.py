@@ -1,0 +1,1 @@
+"""Ids to text while they arrive: for the detokenizer, and for a router with --tokenizer-path."""
