@@ -40,11 +40,25 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
         "",
         *table(["shape", "workload", "tokens/s", "vLLM 0.22.1", "ratio", "of the roofline", "idle"], rows),
         "",
+        *([wrapped(_since(got["since"])), ""] if "since" in got else []),
         *(["Microseconds of a step, by part, under the profiler:", ""] if parts else []),
         *(table(["shape", "workload", *_PARTS], parts) if parts else []),
         *(["", "Until the worker serves:", ""] if starts else []),
         *(table(["shape", "start", "weights", "in use before KV pages and graphs"], starts) if starts else []),
     ]
+
+
+def _since(got: Mapping[str, Any]) -> str:
+    before, since = got["kernels_us"]["before"], got["kernels_us"]["since"]
+    runs = got["workloads"]
+    return (
+        f"Since these runs DeepSeek-V2-Lite gives {runs['decode-256']['out_tok_s']:,.0f} tokens/s in decode-256 and "
+        f"{runs['shared-prefix']['out_tok_s']:,.0f} in shared-prefix (`{got['command']}`). Of 256 rows, router logits "
+        f"take {since['router_logits pdl=True']} us instead of {before['router_logits pdl=True']}, attention at 384 "
+        f"tokens {since['mla_decode 384 scattered']} instead of {before['mla_decode 384']}, a sampled token "
+        f"{since['sample 1.0']:.0f} where the search for noise alone took 270 (`bench/gpu/moe_step.py --rows 256`), "
+        "and shared experts are computed beside the routed ones."
+    )
 
 
 _MEMORY = ("weights_bytes", "used_bytes")

@@ -35,13 +35,12 @@ class LatentNorm(NamedTuple):
 
 @triton.jit
 def _write_latent(
-    kv_at, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R: tl.constexpr, HALF: tl.constexpr,
+    kv_at, w, to, cos, sin, first, second, pair, pair_mask, eps, R: tl.constexpr, HALF: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A row's normed latent and its RoPE key, to its index in the pool."""
+    """A row's normed latent and its RoPE key, to its index in the pool. w: the norm's weight, float32."""
     c = tl.arange(0, BLOCK_R)
     latent = tl.load(kv_at + c, mask=c < R, other=0.0)
-    w = tl.load(norm_ptr + c, mask=c < R, other=0.0).to(tl.float32)
     x = latent.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / R + eps)
     # Rounded before the weight is applied, as checkpoints were trained.
@@ -85,19 +84,20 @@ def _mla_rows_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + pair, mask=pair_mask, other=0.0)
     sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + pair, mask=pair_mask, other=0.0)
+    c = tl.arange(0, BLOCK_R)
+    w = tl.load(norm_ptr + c, mask=(c < R) & (part == 0), other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if part == 0:
+        # Not before the wait: the step's first kernel, which writes tables, may not have ended yet.
         if tokens_ptr is not None:
             token = tl.load(tokens_ptr + row).to(tl.int64)
         else:
             page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
             token = page * PAGE_SIZE + position % PAGE_SIZE
         to = latents_ptr + token * (R + ROPE)
-        _write_latent(
-            kv_ptr + row * kv_stride, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R, HALF, BLOCK_R
-        )
+        _write_latent(kv_ptr + row * kv_stride, w, to, cos, sin, first, second, pair, pair_mask, eps, R, HALF, BLOCK_R)
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < H)[:, None] & pair_mask[None, :]

@@ -124,6 +124,17 @@ def table(windows: Iterable[Spent]) -> dict[str, object]:
     }
 
 
+def sequence(spans: Iterable[Span], count: int) -> list[str]:
+    """So many kernels in their order, from the middle of a window: microseconds of each, microseconds from the end of
+    the one before to its start (negative: beside it), and its name."""
+    ordered = sorted(spans)
+    first = max(1, (len(ordered) - count) // 2)
+    lines = []
+    for before, span in zip(ordered[first - 1 :], ordered[first : first + count], strict=False):
+        lines.append(f"{span.end - span.start:.1f} {span.start - before.end:+.1f} {span.name[:80]}")
+    return lines
+
+
 def read_spans(path: Path) -> list[Span]:
     """Of a Chrome trace."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -187,6 +198,8 @@ async def _run(processes: Processes, name: str, args: argparse.Namespace, *, is_
         # Not while it runs: reading them takes a core.
         windows = [spans for path in paths if len(spans := read_spans(path)) > 1]
         run |= table(spent(spans) for spans in windows)
+        if args.sequence and windows:
+            run["sequence"] = sequence(windows[len(windows) // 2], args.sequence)
     return run
 
 
@@ -214,6 +227,7 @@ def main() -> None:
     )
     parser.add_argument("--window-s", type=float, default=1.5)
     parser.add_argument("--every-s", type=float, default=0.0)
+    parser.add_argument("--sequence", type=int, default=0, metavar="KERNELS", help="list so many kernels of a window")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")

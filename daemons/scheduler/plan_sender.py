@@ -73,6 +73,7 @@ class PlanSender:
             now = self._clock()
             if steps and not batch and self._holds_plans:
                 if self._awaits_prefix(steps):
+                    self._is_holding = False  # It leaves behind the result, which is no lateness.
                     break
                 if held_s := self._held_s(steps, now):
                     self._is_holding = True
@@ -104,7 +105,7 @@ class PlanSender:
 
     def answered(self, result: StepResult, oldest: PlannedStep, now: float) -> None:
         """A step's result came, which the planner has not taken yet. oldest: the step, as it was in flight."""
-        if self._holds_plans and oldest.plan.has_forward and oldest.plan.step_id == result.step_id:
+        if self._holds_plans and oldest.plan.step_id == result.step_id:
             is_late = result.step_id == self._late_step
             self.hold.observe(oldest, result, followed=is_late or oldest.sent_s < self._last_answered_s)
         self._late_step = result.step_id + 1 if self._is_holding else 0

@@ -109,6 +109,12 @@ def mla_split_attention(
     )
 
 
+@triton.constexpr_function
+def _half(padded_rank: int) -> int:
+    """Tensor cores multiply 16 numbers and more at a time."""
+    return max(16, padded_rank // 2)
+
+
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr", "tail_starts_ptr"],
@@ -142,7 +148,10 @@ def _mla_split_kernel(
     unit_end = tl.load(tile_starts_ptr + unit + 1)
     kv_end = tl.load(ends_ptr + unit)
     slot = tl.load(slots_ptr + unit)
-    c = tl.arange(0, RP)
+    # Latents in two halves: a query's products with a whole one would be one chain of dependent sums, which takes about
+    # as long as a tile's way from memory.
+    HALF: tl.constexpr = _half(RP)
+    c = tl.arange(0, HALF)
     e = tl.arange(0, ROPE_P)
     n = tl.arange(0, BLOCK_N)
     if PDL:
@@ -169,9 +178,16 @@ def _mla_split_kernel(
         m_lane, is_query = query_lanes(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, "")
         q_at = q_ptr + m_lane.to(tl.int64)[:, None] * C
         q = tl.load(q_at + c[None, :], mask=is_query[:, None] & (c < R)[None, :], other=0.0)
+        q_high = tl.load(q_at + HALF + c[None, :], mask=is_query[:, None] & (c < R - HALF)[None, :], other=0.0)
         q_rope = tl.load(q_at + R + e[None, :], mask=is_query[:, None] & (e < ROPE)[None, :], other=0.0)
 
-        highest, total, acc = _softmax_before(initial_ptr, initial_lse_ptr, m_lane, is_query, tile, kv_begin, R, RP, M)
+        highest, total, acc, acc_high = _softmax_before(
+            initial_ptr, initial_lse_ptr, m_lane, is_query, tile, kv_begin, R, HALF, M
+        )
+        # Sums of a row by token of a tile, and not over them: warps add theirs to each other once.
+        totals = tl.where((n == 0)[None, :], total[:, None], 0.0)
+        # Zeros of which the compiler does not know it: it would make one chain of both halves.
+        nothing = tl.zeros([M, BLOCK_N], tl.float32) + tl.where(kv_end < 0, 1.0, 0.0)
         for t in tl.range(tile, last, num_stages=STAGES):
             position = kv_begin + t * BLOCK_N + n
             is_in = position < kv_end
@@ -179,21 +195,28 @@ def _mla_split_kernel(
             if tails_ptr is not None:
                 token = tail_index(token, tails_ptr, unit, position - tl.load(tail_starts_ptr + unit), is_in, TAIL)
             at = latents_ptr + token[:, None] * C
-            latent_mask = is_in[:, None] if R == RP else is_in[:, None] & (c < R)[None, :]
+            latent_mask = is_in[:, None] if R >= HALF else is_in[:, None] & (c < R)[None, :]
+            high_mask = is_in[:, None] if R == 2 * HALF else is_in[:, None] & (c < R - HALF)[None, :]
             rope_mask = is_in[:, None] if ROPE == ROPE_P else is_in[:, None] & (e < ROPE)[None, :]
             latent = tl.load(at + c[None, :], mask=latent_mask, other=0.0)
+            latent_high = tl.load(at + HALF + c[None, :], mask=high_mask, other=0.0)
             rope = tl.load(at + R + e[None, :], mask=rope_mask, other=0.0)
             scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
             scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee")
+            scores += tl.dot(q_high, tl.trans(latent_high), nothing, input_precision="ieee")
             scores = tl.where(is_in[None, :], scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
             exps = tl.exp2(scores * scale - new_highest[:, None])
             correction = tl.exp2(highest - new_highest)
-            total = total * correction + tl.sum(exps, 1)
-            acc = tl.dot(exps.to(latent.dtype), latent, acc * correction[:, None], input_precision="ieee")
+            totals = totals * correction[:, None] + exps
+            weights = exps.to(latent.dtype)
+            acc = tl.dot(weights, latent, acc * correction[:, None], input_precision="ieee")
+            acc_high = tl.dot(weights, latent_high, acc_high * correction[:, None], input_precision="ieee")
             highest = new_highest
 
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        total = tl.sum(totals, 1)
+        divisor = tl.where(total > 0, total, 1.0)[:, None]
+        acc, acc_high = acc / divisor, acc_high / divisor
         lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
         if members_ptr is not None:
             # Read again (.cg: not the load above), or registers would be held through the loop.
@@ -203,14 +226,16 @@ def _mla_split_kernel(
             # A program may have several whole units, but one part before them and one behind.
             is_whole = (tile == 0) & (last == tiles)
             partial = tl.where(is_whole, 2 * NUM_PROGRAMS + unit * HEAD_BLOCKS + head_block, partial)
-            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, acc_high, lse, R, RP, M, PART_ROWS)
         elif (tile == 0) & (last == tiles):
             out_at = out_ptr + m_lane.to(tl.int64)[:, None] * R + c[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & (c < R)[None, :])
+            high = acc_high.to(out_ptr.dtype.element_ty)
+            tl.store(out_at + HALF, high, mask=is_query[:, None] & (c < R - HALF)[None, :])
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            _store_part(parts_ptr, part_lses_ptr, partial, acc, lse, R, RP, M, PART_ROWS)
+            _store_part(parts_ptr, part_lses_ptr, partial, acc, acc_high, lse, R, RP, M, PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.
@@ -233,14 +258,16 @@ def _mla_split_kernel(
 
 @triton.jit
 def _softmax_before(
-    initial_ptr, initial_lse_ptr, lane, is_query, tile, kv_begin, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr
+    initial_ptr, initial_lse_ptr, lane, is_query, tile, kv_begin, R: tl.constexpr, HALF: tl.constexpr, M: tl.constexpr
 ):
-    """The softmax that a unit's tiles continue, of a prefix or of nothing: highest and total [M], sums [M, RP]."""
+    """The softmax that a unit's tiles continue, of a prefix or of nothing: highest and total [M], sums [M, HALF]
+    twice."""
     m = tl.arange(0, M)
-    c = tl.arange(0, RP)
+    c = tl.arange(0, HALF)
     highest = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, RP], tl.float32)
+    acc = tl.zeros([M, HALF], tl.float32)
+    high = acc
     if initial_ptr is not None:
         # Only the unit's first tile continues a prefix.
         is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
@@ -248,18 +275,21 @@ def _softmax_before(
         total = tl.where(is_continued, 1.0, 0.0)
         initial_at = initial_ptr + lane.to(tl.int64)[:, None] * R + c[None, :]
         acc = tl.load(initial_at, mask=is_continued[:, None] & (c < R)[None, :], other=0.0)
-    return highest, total, acc
+        high = tl.load(initial_at + HALF, mask=is_continued[:, None] & (c < R - HALF)[None, :], other=0.0)
+    return highest, total, acc, high
 
 
 @triton.jit
 def _store_part(
-    parts_ptr, part_lses_ptr, partial, acc, lse, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
+    parts_ptr, part_lses_ptr, partial, acc, acc_high, lse, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
     PART_ROWS: tl.constexpr,
 ):  # fmt: skip
+    HALF: tl.constexpr = _half(RP)
     m = tl.arange(0, M)
-    c = tl.arange(0, RP)
+    c = tl.arange(0, HALF)
     part_at = parts_ptr + (partial * PART_ROWS + m).to(tl.int64)[:, None] * RP + c[None, :]
     tl.store(part_at, acc, mask=(m < PART_ROWS)[:, None] & (c < R)[None, :])
+    tl.store(part_at + HALF, acc_high, mask=(m < PART_ROWS)[:, None] & (c < R - HALF)[None, :])
     tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
 
 

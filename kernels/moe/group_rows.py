@@ -31,6 +31,26 @@ class ExpertTiles(NamedTuple):
     tile_experts_N: torch.Tensor
     num_picks: int
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tiles, and slots of a tile."""
+        num_tiles, tile_rows = self.pairs_NR.shape
+        return num_tiles, tile_rows
+
+
+class RowTiles(NamedTuple):
+    """All rows in their order, of one expert: there is nothing to be grouped."""
+
+    num_rows: int
+    tile_rows: int
+    pairs_NR: None = None
+    tile_experts_N: None = None
+    num_picks: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return triton.cdiv(self.num_rows, self.tile_rows), self.tile_rows
+
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def _group_rows_kernel(

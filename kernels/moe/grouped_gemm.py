@@ -10,6 +10,7 @@ lie by expert, P slots with room for X rows each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
-from radixmesh.kernels.moe.group_rows import ExpertTiles, group_places, group_rows
+from radixmesh.kernels.moe.group_rows import ExpertTiles, RowTiles, group_places, group_rows
 from radixmesh.kernels.moe.route import Routes
 
 _COMBINE_BLOCK = 1024
@@ -55,15 +56,20 @@ def _gate_up_kernel(
     bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none.
+    # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none. pairs_ptr, tile_experts_ptr:
+    # None where all rows are of one expert.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1).to(tl.int64)
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    expert = tile * 0
+    if tile_experts_ptr is not None:
+        expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
         slots = tl.arange(0, R)
-        pairs = tl.load(pairs_ptr + tile * R + slots)
+        pairs = tl.program_id(1) * R + slots
+        if pairs_ptr is not None:
+            pairs = tl.load(pairs_ptr + tile * R + slots)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
@@ -106,10 +112,14 @@ def _down_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    expert = tile * 0
+    if tile_experts_ptr is not None:
+        expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
         slots = tl.arange(0, R)
-        pairs = tl.load(pairs_ptr + tile * R + slots)
+        pairs = tl.program_id(1) * R + slots
+        if pairs_ptr is not None:
+            pairs = tl.load(pairs_ptr + tile * R + slots)
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + slots)[:, None] * K + depth[None, :]
@@ -129,8 +139,8 @@ def _down_kernel(
 
 @triton.jit
 def _combine_kernel(
-    results_ptr, weights_ptr, residual_ptr, out_ptr, D, A: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    results_ptr, weights_ptr, residual_ptr, beside_ptr, out_ptr, D, A: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -144,7 +154,9 @@ def _combine_kernel(
         result = tl.load(results_ptr + (row * A + pick) * D + columns, mask=mask, other=0.0).to(tl.float32)
         # Of a pick that another rank computes there is no result, but anything, and its weight is 0.
         total += tl.where(weight != 0.0, weight * result, 0.0)
-    if HAS_RESIDUAL:
+    if beside_ptr is not None:
+        total += tl.load(beside_ptr + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
         total += tl.load(residual_ptr + row * D + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -160,6 +172,7 @@ def routed_experts(
     config: ExpertsConfig | None = None,
     variant: ExpertVariant = SWIGLU,
     num_expected: int | None = None,
+    beside: Callable[[], torch.Tensor] | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
@@ -168,7 +181,8 @@ def routed_experts(
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
     down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`. A pick of the id E,
     whose weight has to be 0, is not computed: an expert of another rank. num_expected: about how many picks are
-    computed; None: all.
+    computed; None: all. beside: called before the last launch, which adds what it gives [T, D], contiguous; it may have
+    the stream wait for that.
     """
     num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -185,7 +199,11 @@ def routed_experts(
     num_pairs = num_rows * num_picks
     gated = gate_up_silu(x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl)
     results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
-    combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
+    if beside is None:
+        combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
+    else:
+        # A launch that waits for two streams waits for the ends of both.
+        combine(results, weights_TA, residual_TD, out, beside())
     return out
 
 
@@ -250,7 +268,7 @@ def one_expert(expert: int, num_rows: int, device: torch.device) -> Routes:
 
 def gate_up_silu(
     x_TD: torch.Tensor,
-    tiles: ExpertTiles,
+    tiles: ExpertTiles | RowTiles,
     num_pairs: int,
     w_gate_up_E2FD: torch.Tensor,
     config: GroupedConfig,
@@ -261,7 +279,7 @@ def gate_up_silu(
 ) -> torch.Tensor:
     """silu(gate) x up of each pair's row by its expert, [N, R, F], or as the variant says; slots without a pair hold
     anything. scales_TA: float32, what each pair's row is multiplied by before."""
-    num_tiles, tile_rows = tiles.pairs_NR.shape
+    num_tiles, tile_rows = tiles.sizes
     mlp, hidden = w_gate_up_E2FD.shape[1] // 2, w_gate_up_E2FD.shape[2]
     gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
@@ -277,7 +295,7 @@ def gate_up_silu(
 
 def down(
     gated_NRF: torch.Tensor,
-    tiles: ExpertTiles,
+    tiles: ExpertTiles | RowTiles,
     num_pairs: int,
     w_down_EDF: torch.Tensor,
     config: GroupedConfig,
@@ -303,15 +321,15 @@ def combine(
     weights_TA: torch.Tensor,
     residual_TD: torch.Tensor | None,
     out_TD: torch.Tensor,
+    beside_TD: torch.Tensor | None = None,
     *,
     use_pdl: bool = False,
 ) -> None:
-    """out = residual + the weighted sum of each row's picks, in their order; `out` may be the residual."""
+    """out = residual + the weighted sum of each row's picks, in their order, + beside; `out` may be the residual."""
     num_rows, hidden = out_TD.shape
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
-        results_PD, weights_TA, results_PD if residual_TD is None else residual_TD, out_TD, hidden,
-        A=weights_TA.shape[1], BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)),
-        HAS_RESIDUAL=residual_TD is not None, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+        results_PD, weights_TA, residual_TD, beside_TD, out_TD, hidden, A=weights_TA.shape[1],
+        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
 
 

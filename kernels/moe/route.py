@@ -1,7 +1,7 @@
 """Routing of rows to experts: softmax, sigmoid with a bias for the choice, and choices limited to the best groups.
 
 Sources: Shazeer et al. (2017); DeepSeek-V2 (2024), sections 2.1 and 2.2; DeepSeek-V3 (2024), section 2.1.2.
-Legend: T rows, E experts, G groups of experts, A experts a row picks.
+Legend: T rows, E experts, G groups of experts, A experts a row picks, P parts of logits.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def _open_experts(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, weight_scale, E: tl.constexpr, A: tl.constexpr,
-    G: tl.constexpr, PICKED: tl.constexpr, BEST: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, part_stride, weight_scale, P: tl.constexpr, E: tl.constexpr,
+    A: tl.constexpr, G: tl.constexpr, PICKED: tl.constexpr, BEST: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
@@ -81,7 +82,10 @@ def _route_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    logits = tl.load(logits_ptr + row * stride + experts, mask=mask, other=float("-inf")).to(tl.float32)
+    logits_at = logits_ptr + row * stride + experts
+    logits = tl.load(logits_at, mask=mask, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, P):
+        logits += tl.load(logits_at + part * part_stride, mask=mask, other=0.0)
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -116,13 +120,15 @@ def _route_kernel(
 def route(
     logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None, *, use_pdl: bool = False
 ) -> Routes:
-    """Experts of each row and their weights. logits: experts contiguous; float32 inside, whatever their dtype.
+    """Experts of each row and their weights. logits: experts contiguous; float32 inside, whatever their dtype. Or parts
+    of them [P, T, E], which are added in their order.
 
     bias float32 [E]: added to the scores for the choice alone; weights stay without it. Equal scores: the lower id.
     `use_pdl` as in `rms_norm`.
     """
-    num_rows, num_experts = logits_TE.shape
-    assert logits_TE.stride(1) == 1 and 1 <= rule.num_picks <= min(num_experts, _MAX_PICKS), (logits_TE.shape, rule)
+    logits_PTE = logits_TE if logits_TE.dim() == 3 else logits_TE[None]
+    num_parts, num_rows, num_experts = logits_PTE.shape
+    assert logits_PTE.stride(2) == 1 and 1 <= rule.num_picks <= min(num_experts, _MAX_PICKS), (logits_TE.shape, rule)
     assert num_experts % rule.num_groups == 0 and rule.num_picked_groups <= rule.num_groups, (num_experts, rule)
     assert rule.num_picks <= num_experts // rule.num_groups * rule.num_picked_groups, (num_experts, rule)
     assert bias_E is None or (bias_E.shape == (num_experts,) and bias_E.dtype == torch.float32), bias_E.shape
@@ -132,19 +138,19 @@ def route(
     )
     if num_rows:
         _route_kernel[(num_rows,)](
-            logits_TE, logits_TE if bias_E is None else bias_E, *routes, logits_TE.stride(0), rule.weight_scale,
-            E=num_experts, A=rule.num_picks, G=rule.num_groups, PICKED=rule.num_picked_groups, BEST=rule.group_best,
-            IS_SIGMOID=rule.is_sigmoid, IS_NORMALISED=rule.is_normalised, HAS_BIAS=bias_E is not None,
-            BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_A=triton.next_power_of_2(rule.num_picks),
-            BLOCK_G=triton.next_power_of_2(rule.num_groups), PDL=use_pdl, num_warps=1 if num_experts <= 128 else 2,
-            launch_pdl=use_pdl,
+            logits_PTE, logits_PTE if bias_E is None else bias_E, *routes, logits_PTE.stride(1), logits_PTE.stride(0),
+            rule.weight_scale, P=num_parts, E=num_experts, A=rule.num_picks, G=rule.num_groups,
+            PICKED=rule.num_picked_groups, BEST=rule.group_best, IS_SIGMOID=rule.is_sigmoid,
+            IS_NORMALISED=rule.is_normalised, HAS_BIAS=bias_E is not None, BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_A=triton.next_power_of_2(rule.num_picks), BLOCK_G=triton.next_power_of_2(rule.num_groups),
+            PDL=use_pdl, num_warps=1 if num_experts <= 128 else 2, launch_pdl=use_pdl,
         )  # fmt: skip
     return routes
 
 
 def route_reference(logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
     """The same as `route`, in torch."""
-    logits_TE = logits_TE.float()
+    logits_TE = logits_TE.float() if logits_TE.dim() == 2 else logits_TE.float().sum(dim=0)
     scores_TE = logits_TE.sigmoid() if rule.is_sigmoid else logits_TE.softmax(dim=-1)
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if rule.is_sigmoid and bias_E is None and rule.num_picked_groups == rule.num_groups:

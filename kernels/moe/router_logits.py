@@ -1,14 +1,13 @@
 """Logits of a router in float32, whatever the dtype of the rows.
 
 Few rows: one expert for one row a program, behind the norm if there is one. More: tiles of rows by experts on tensor
-cores, with float32 weights in two parts of 11 bits each, so that no product is rounded.
+cores, with float32 weights in two parts of 11 bits each, so that no product is rounded. Whoever reads the logits adds
+up what the parts of the depth make of them.
 
-T rows, D hidden size, E experts.
+T rows, D hidden size, E experts, P parts of the depth.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,19 +18,10 @@ from radixmesh.kernels.rms_norm import rms_norm_reference
 _FEW_ROWS = 8
 """Up to so many, each row reads all weights anew."""
 _MANY_ROWS = 1024
-
-
-class _Tile(NamedTuple):
-    rows: int
-    experts: int
-    depth: int
-    parts: int
-    num_warps: int
-    num_stages: int
-
-
-# Steps of a decode fill few tiles: these are small, so that more SMs share the work.
-_SMALL, _LARGE = _Tile(16, 16, 32, 8, 8, 4), _Tile(64, 32, 32, 2, 4, 3)
+_TILE_ROWS, _TILE_EXPERTS, _DEPTH = 16, 64, 128
+# Parts of the depth are summed by programs of their own: one sum over all of it is a long chain of dependent products,
+# and tiles of a decode's rows are too few for the SMs. Those of many rows are not, and parts take memory.
+_PARTS, _PARTS_OF_MANY = 16, 2
 
 
 @triton.jit
@@ -63,37 +53,39 @@ def _router_logits_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _router_logits_tile_kernel(
     x_ptr, w_ptr, out_ptr, num_rows, x_stride, D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    part = tl.program_id(0)
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    features = part * STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_mask, expert_mask = (rows < num_rows)[:, None], (experts < E)[None, :]
+    x_at = x_ptr + rows[:, None] * x_stride + features[None, :]
+    w_at = w_ptr + experts[None, :] * D + features[:, None]
+    # Weights, which no kernel writes, travel while the kernel ahead ends.
+    w = tl.load(w_at, mask=(features < D)[:, None] & expert_mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    # Parts of the depth are summed by different warps: one sum over all of it is a long chain of dependent products.
-    part: tl.constexpr = (D + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
-    starts, depth = tl.arange(0, PARTS) * part, tl.arange(0, BLOCK_K)
-    features = starts[:, None] + depth[None, :]
-    row_mask, expert_mask = (rows < num_rows)[None, :, None], (experts < E)[None, None, :]
-    x_at = x_ptr + rows[None, :, None] * x_stride + features[:, None, :]
-    w_at = w_ptr + experts[None, None, :] * D + features[:, :, None]
-    sums = tl.zeros((PARTS, BLOCK_T, BLOCK_E), tl.float32)
-    for start in range(0, part, BLOCK_K):
-        in_row = features < D - start
-        x = tl.load(x_at + start, mask=row_mask & in_row[:, None, :], other=0.0)
-        w = tl.load(w_at + start, mask=in_row[:, :, None] & expert_mask, other=0.0)
+    upper_sums = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    lower_sums = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for start in range(0, STEPS * BLOCK_K, BLOCK_K):
+        x = tl.load(x_at + start, mask=row_mask & (features < D - start)[None, :], other=0.0)
+        next_start = start + BLOCK_K
+        in_row = (features < D - next_start) & (next_start < STEPS * BLOCK_K)
+        next_w = tl.load(w_at + next_start, mask=in_row[:, None] & expert_mask, other=0.0)
         if x.dtype == w.dtype:
-            sums = tl.dot(x, w, sums, input_precision="ieee")
+            upper_sums = tl.dot(x, w, upper_sums, input_precision="ieee")
         else:
             # Numbers of 16 bits are TF32 as they are; of float32 the upper 11 bits are, and so is what remains of it
             # but for its last two bits.
-            x, w = x.to(tl.float32), w.to(tl.float32)
-            upper = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-            sums = tl.dot(x, w - upper, sums, input_precision="tf32")
-            sums = tl.dot(x, upper, sums, input_precision="tf32")
-    total = tl.sum(sums, axis=0)
-    out_at = out_ptr + rows[:, None] * E + experts[None, :]
-    tl.store(out_at, total, mask=(rows < num_rows)[:, None] & (experts < E)[None, :])
+            x, wide = x.to(tl.float32), w.to(tl.float32)
+            upper = (wide.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            lower_sums = tl.dot(x, wide - upper, lower_sums, input_precision="tf32")
+            upper_sums = tl.dot(x, upper, upper_sums, input_precision="tf32")
+        w = next_w
+    out_at = out_ptr + (part * num_rows + rows[:, None]) * E + experts[None, :]
+    tl.store(out_at, lower_sums + upper_sums, mask=row_mask & expert_mask)
 
 
 def router_logits(
@@ -105,31 +97,35 @@ def router_logits(
     use_pdl: bool = False,
     is_deterministic: bool = False,
 ) -> torch.Tensor:
-    """x @ w^T as float32 [T, E], of RMSNorm(x) where a norm is given, for up to 8 rows. w contiguous, of any floating
-    dtype. A row's bits depend on the row, and on whether there are more than 8; is_deterministic: on the row alone.
+    """x @ w^T as float32 parts [P, T, E], which `route` adds, of RMSNorm(x) where a norm is given, for up to 8 rows.
 
-    `use_pdl` as in `rms_norm`; weights may be read while the kernel ahead ends.
+    w contiguous, of any floating dtype. A row's bits depend on the row, on whether there are more than 8 and on whether
+    there are 1,024; is_deterministic: on the row alone. `use_pdl` as in `rms_norm`; weights may be read while the
+    kernel ahead ends.
     """
     (num_rows, hidden), num_experts = x_TD.shape, len(w_ED)
     assert w_ED.shape[1] == hidden and w_ED.is_contiguous() and x_TD.stride(1) == 1, (w_ED.shape, x_TD.stride())
-    out_TE = torch.empty(num_rows, num_experts, dtype=torch.float32, device=x_TD.device)
     if num_rows == 0:
-        return out_TE
+        return torch.empty(1, 0, num_experts, dtype=torch.float32, device=x_TD.device)
     if num_rows <= _FEW_ROWS and not is_deterministic:
+        out_PTE = torch.empty(1, num_rows, num_experts, dtype=torch.float32, device=x_TD.device)
         _router_logits_kernel[(num_experts, num_rows)](
-            x_TD, w_ED, x_TD if norm_D is None else norm_D, out_TE, x_TD.stride(0), hidden, num_experts, eps,
+            x_TD, w_ED, x_TD if norm_D is None else norm_D, out_PTE, x_TD.stride(0), hidden, num_experts, eps,
             BLOCK=triton.next_power_of_2(hidden), HAS_NORM=norm_D is not None, PDL=use_pdl, num_warps=4,
             launch_pdl=use_pdl,
         )  # fmt: skip
-        return out_TE
+        return out_PTE
     assert norm_D is None, "the norm of many rows is a kernel of its own"
-    tile = _LARGE if num_rows >= _MANY_ROWS and not is_deterministic else _SMALL
-    _router_logits_tile_kernel[(triton.cdiv(num_experts, tile.experts), triton.cdiv(num_rows, tile.rows))](
-        x_TD, w_ED, out_TE, num_rows, x_TD.stride(0), D=hidden, E=num_experts, BLOCK_T=tile.rows,
-        BLOCK_E=tile.experts, BLOCK_K=tile.depth, PARTS=tile.parts, PDL=use_pdl,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=use_pdl,
+    block_e = min(_TILE_EXPERTS, max(16, triton.next_power_of_2(num_experts)))
+    most_parts = _PARTS if num_rows < _MANY_ROWS or is_deterministic else _PARTS_OF_MANY
+    steps = triton.cdiv(hidden, most_parts * _DEPTH)
+    num_parts = triton.cdiv(hidden, steps * _DEPTH)
+    out_PTE = torch.empty(num_parts, num_rows, num_experts, dtype=torch.float32, device=x_TD.device)
+    _router_logits_tile_kernel[(num_parts, triton.cdiv(num_rows, _TILE_ROWS), triton.cdiv(num_experts, block_e))](
+        x_TD, w_ED, out_PTE, num_rows, x_TD.stride(0), D=hidden, E=num_experts, BLOCK_T=_TILE_ROWS, BLOCK_E=block_e,
+        BLOCK_K=_DEPTH, STEPS=steps, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
-    return out_TE
+    return out_PTE
 
 
 def router_logits_reference(

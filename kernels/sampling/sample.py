@@ -27,10 +27,20 @@ import triton.language as tl
 from radixmesh.kernels.sampling.candidates import BLOCK, CandidateScratch
 from radixmesh.kernels.sampling.cutoff import NO_CUT, cut_off
 from radixmesh.kernels.sampling.penalise import adjust
-from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams, packed_order, value_of
+from radixmesh.kernels.sampling.sample_params import (
+    Branches,
+    Needs,
+    SampleParams,
+    order_of,
+    packed_order,
+    value_of,
+)
 
 _MAX_SPLITS = 128
 _CANDIDATES = 1024
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # The interpreter knows no assembler.
+MARGIN = 4e-4  # Between totals by float32, in units of log(2): those further apart are in the same order exactly.
+_AT_ONCE = 2  # Blocks that are loaded together where little is computed.
 _PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
 
 
@@ -94,30 +104,40 @@ class Cut:
 @triton.jit(do_not_specialize=["num_blocks"])
 def _highest_kernel(
     logits_ptr, highest_ptr, V, stride, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    IS_ADJUSTED: tl.constexpr, PDL: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    best = tl.full((BLOCK,), -(2**63), tl.int64)
-    block = split * num_blocks
-    end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
-    while block < end:
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        mask = ids < V
-        x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=0.0).to(tl.float32)
-        best = tl.maximum(best, tl.where(mask, packed_order(x, ids, IS_ADJUSTED), -(2**63)))
-        block += 1
-    tl.store(highest_ptr + row * MAX_SPLITS + split, tl.max(best, axis=0))
+    lane = tl.arange(0, AT_ONCE * BLOCK)
+    start = split * num_blocks * BLOCK
+    end = tl.minimum(start + num_blocks * BLOCK, V)
+    # Each lane keeps its first highest value; packed integers, which cost several times as much, come once at the end.
+    order = tl.full((AT_ONCE * BLOCK,), -(2**31), tl.int32)
+    best_id = start + lane
+    logits_at = logits_ptr + row * stride
+    # Ids past the end count as no more than those before them. Loads of the next ids are under way beside these.
+    loaded = tl.load(logits_at + best_id, mask=best_id < end, other=float("-inf"))
+    while start < end:
+        ids = start + lane
+        next_ids = ids + AT_ONCE * BLOCK
+        next_loaded = tl.load(logits_at + next_ids, mask=next_ids < end, other=float("-inf"))
+        of_ids = order_of(loaded.to(tl.float32), IS_ADJUSTED)
+        best_id = tl.where(of_ids > order, ids, best_id)
+        order = tl.maximum(of_ids, order)
+        loaded = next_loaded
+        start += AT_ONCE * BLOCK
+    packed = (order.to(tl.int64) << 32) + (0xFFFFFFFF - best_id.to(tl.int64))
+    tl.store(highest_ptr + row * MAX_SPLITS + split, tl.max(tl.where(best_id < end, packed, -(2**63)), axis=0))
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_blocks"])
 def _gumbel_kernel(
     logits_ptr, highest_ptr, cut_ptr, row_slots_ptr, positions_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr,
     V, stride, num_splits, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr, MARGIN: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -129,39 +149,83 @@ def _gumbel_kernel(
     if (temperature > 0.0) & (highest > float("-inf")):
         seed = tl.load(seed_ptr + slot)
         position = tl.load(positions_ptr + row)
+        logits_at = logits_ptr + row * stride
         is_infinite = highest == float("inf")
+        cut = tl.zeros((), tl.int64)
         if HAS_CUT:
             cut = tl.load(cut_ptr + row)
-        # A product of it with 0 is 0.
-        factor = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
+        factor = score_factor(temperature)
+        # Lanes: ids of a block by the counters of their noise, four each.
+        lane = 4 * tl.arange(0, BLOCK // 4)[:, None] + tl.arange(0, 4)[None, :]
+        first = split * num_blocks
+        end = tl.minimum(first + num_blocks, (V + BLOCK - 1) // BLOCK)
+
+        # Every lane keeps the best of its totals by float32, and how good the second is: nothing is exchanged between
+        # threads, and float64 logarithms of all ids would take most of the time.
+        near = tl.full((BLOCK // 4, 4), float("-inf"), tl.float32)
+        second = near
+        near_block = lane * 0
+        near_bits = near_block.to(tl.uint32)
+        block = first
+        while block < end:
+            x, is_kept = _candidates(logits_at, block * BLOCK + lane, V, highest, cut, IS_ADJUSTED, HAS_CUT)
+            is_any = True
+            if IS_ADJUSTED or HAS_CUT:
+                # Nothing is left of most blocks behind a filter, and noise is what costs.
+                is_any = tl.max((is_kept & (x > float("-inf"))).to(tl.int32)) != 0
+            if is_any:
+                bits = _random_quads(seed, position, block, BLOCK)
+                total = tl.where(is_kept, near_total(x, highest, is_infinite, factor, bits), float("-inf"))
+                is_better = total > near
+                second = tl.maximum(second, tl.minimum(total, near))
+                near = tl.maximum(total, near)
+                near_block = tl.where(is_better, block, near_block)
+                near_bits = tl.where(is_better, bits, near_bits)
+            block += 1
+        nearest = tl.max(near)
+        winner = tl.min(tl.where(near == nearest, lane, BLOCK))
+        is_winner = lane == winner
+        runner_up = tl.max(tl.where(is_winner, second, near))
         best = tl.full((), float("-inf"), tl.float64)
         best_id = tl.full((), 2**31 - 1, tl.int32)
-        block = split * num_blocks
-        end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
-        while block < end:
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            mask = ids < V
-            x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-            # +inf - +inf is NaN: with +inf in the row, only the ids that have it are candidates.
-            is_kept = mask & tl.where(is_infinite, x == highest, x == x)
-            if HAS_CUT:
-                is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
-            # Nothing is left of most blocks behind a grammar's mask or a filter, and noise is what costs.
-            if tl.max((is_kept & (x > float("-inf"))).to(tl.int32), axis=0) != 0:
-                bits = random_bits(seed, position, block, BLOCK)
-                most = tl.where(is_kept, _most_total(x, highest, is_infinite, factor, bits), float("-inf"))
-                # Few blocks can have the best id; logarithms in float64 for all of them would take most of the time.
-                if tl.max(most, axis=0).to(tl.float64) >= best:
-                    score = tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
-                    total = tl.where(is_kept, score + _gumbel(bits), float("-inf"))
-                    block_best = tl.max(total, axis=0)
-                    block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
+        # Totals by float32 say nothing where 1 / temperature is none.
+        bar = tl.where(temperature > 1e-30, nearest - MARGIN, float("-inf"))
+        if runner_up < bar:
+            bits = tl.sum(tl.where(is_winner, near_bits, near_bits * 0))
+            best_id = tl.sum(tl.where(is_winner, near_block, 0)) * BLOCK + winner
+            x = tl.load(logits_at + best_id).to(tl.float32)
+            best = _score(x, highest, is_infinite, temperature) + gumbel_noise(bits)
+        elif nearest > float("-inf"):
+            # Too close: exactly, for the blocks with totals that are nearly as good.
+            block = first
+            while block < end:
+                ids = block * BLOCK + lane
+                x, is_kept = _candidates(logits_at, ids, V, highest, cut, IS_ADJUSTED, HAS_CUT)
+                bits = _random_quads(seed, position, block, BLOCK)
+                total = tl.where(is_kept, near_total(x, highest, is_infinite, factor, bits), float("-inf"))
+                if tl.max(total) >= bar:
+                    score = _score(x, highest, is_infinite, temperature)
+                    exact = tl.where(is_kept, score + gumbel_noise(bits), float("-inf"))
+                    block_best = tl.max(exact)
+                    block_id = tl.min(tl.where(exact == block_best, ids, 2**31 - 1))
                     # Blocks come in the order of ids: an equal sum later on is a higher id.
                     best_id = tl.where(block_best > best, block_id, best_id)
                     best = tl.maximum(block_best, best)
-            block += 1
+                block += 1
         tl.store(best_ptr + row * MAX_SPLITS + split, best)
         tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
+
+
+@triton.jit
+def _candidates(logits_at, ids, V, highest, cut, IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr):
+    """Values of ids, and which of them may be sampled. +inf - +inf is NaN: with +inf in the row, only the ids that have
+    it are candidates."""
+    mask = ids < V
+    x = tl.load(logits_at + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    is_kept = mask & tl.where(highest == float("inf"), x == highest, x == x)
+    if HAS_CUT:
+        is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
+    return x, is_kept
 
 
 @triton.jit
@@ -174,26 +238,54 @@ def random_bits(seed, position, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(bits):
+def _random_quads(seed, position, block, BLOCK: tl.constexpr):
+    """The same as [BLOCK / 4, 4]: of a counter all four are in one thread."""
+    quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    zeros = quads * 0
+    x0, x1, x2, x3 = tl.philox(seed, quads, zeros + position, zeros, zeros)
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (BLOCK // 4, 4))
+
+
+@triton.jit
+def _score(x, highest, is_infinite, temperature):
+    """float64, at most 0."""
+    return tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
+
+
+@triton.jit
+def gumbel_noise(bits):
     """float64 noise: -log(-log(u)) of u = (bits + 0.5) / 2^32."""
     uniform = (bits.to(tl.float64) + 0.5) * (2.0**-32)
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
-def _most_total(x, highest, is_infinite, factor, bits):
-    """Bound from above, in float32, on score + noise of an id whose score is at most 0. factor: 1 / temperature, or
-    less.
+def score_factor(temperature):
+    """Of `near_total`. Bounded: a product of it with 0 is 0."""
+    return (tl.minimum(1.0 / temperature, 1e30) * 1.4426950408889634).to(tl.float32)
 
-    With v = 1 - u, -log(u) = v + v^2 / 2 + v^3 / 3 + ...: two terms are less than it, and so the noise is more. Near
-    u = 1, from where most of the best ids come, they are all but exact; v is computed from the complement of the bits,
-    where 1 - u would lose its digits. Roundings are below what is added: a few units in the last place of either part.
+
+@triton.jit
+def near_total(x, highest, is_infinite, factor, bits):
+    """(score + noise) log2(e) in float32, within half of the margin wherever it is more than -100.
+
+    Of v = 1 - u near 0, from where most of the best ids come, -log(u) is v + v^2 / 2 + v^3 / 3; v is computed from the
+    complement of the bits, where 1 - u would lose its digits.
     """
-    score = tl.where(is_infinite, 0.0, (x - highest) * factor)
-    v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * (2.0**-32)
-    u = (bits.to(tl.float32) + 0.5) * (2.0**-32)
-    exponential = tl.where(v < 0.5, v + 0.5 * v * v, -tl.log(u))
-    return score * (1.0 - 1e-6) + 1e-3 - tl.log(exponential)
+    score = tl.where(is_infinite, 0.0, x - highest)
+    v = tl.fma((bits ^ 0xFFFFFFFF).to(tl.float32), 2.0**-32, 2.0**-33)
+    u = tl.fma(bits.to(tl.float32), 2.0**-32, 2.0**-33)
+    series = v * tl.fma(v, tl.fma(v, 0.33333334, 0.5), 1.0)
+    exponential = tl.where(v < 0.015625, series, -0.6931471805599453 * _log2(u))
+    return tl.fma(score, factor, -_log2(exponential))
+
+
+@triton.jit
+def _log2(x):
+    """By the instruction: wrong by 2^-22 near 1, or of the result; the library's takes twenty."""
+    if _IS_INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_splits", "ring_stride", "tokens_stride"])
@@ -277,8 +369,8 @@ def sample_rows(
         _gumbel_kernel[(cut.splits, num_rows)](
             logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
             scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, cut.num_blocks,
-            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, HAS_CUT=has_filters, num_warps=4,
-            enable_fp_fusion=False,
+            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, HAS_CUT=has_filters, MARGIN=MARGIN,
+            num_warps=4, maxnreg=64, enable_fp_fusion=False,
         )  # fmt: skip
     _launch_finish(rows, scratch, target, cut, needs)
 
@@ -289,7 +381,8 @@ def _launch_highest(
     num_rows, vocab_size = logits_TV.shape
     _highest_kernel[(cut.splits, num_rows)](
         logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), cut.num_blocks, BLOCK=BLOCK,
-        MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+        MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, AT_ONCE=_AT_ONCE, PDL=use_pdl, num_warps=4,
+        launch_pdl=use_pdl,
     )  # fmt: skip
 
 

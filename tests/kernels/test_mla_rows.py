@@ -77,21 +77,27 @@ def test_the_reference_writes_into_a_part_of_a_tensor() -> None:
 
 def test_no_rows_are_no_work() -> None:
     assert head_gemm(torch.zeros(0, 2, 8), torch.zeros(2, 16, 8)).shape == (0, 2, 16)
-    assert router_logits(torch.zeros(0, 8), torch.zeros(3, 8)).shape == (0, 3)
+    assert router_logits(torch.zeros(0, 8), torch.zeros(3, 8)).shape == (1, 0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_rows", "num_experts"), [(5, 7), (9, 7), (40, 20), (1030, 40)])
-def test_router_logits_are_float32(num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One row a program, and tiles of both sizes."""
-    x_TD, w_ED = torch.randn(num_rows, 150, device=device).to(dtype), torch.randn(num_experts, 150, device=device)
-    got, want = router_logits(x_TD, w_ED), router_logits_reference(x_TD, w_ED)
-    assert got.dtype == torch.float32
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "depth", "num_parts"),
+    [(5, 7, 150, 1), (9, 7, 150, 2), (40, 20, 150, 2), (20, 70, 2500, 10), (1030, 40, 300, 2)],
+)
+def test_router_logits_are_float32(
+    num_rows: int, num_experts: int, depth: int, num_parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One row a program, and tiles whose parts are of one step and of several."""
+    x_TD, w_ED = torch.randn(num_rows, depth, device=device).to(dtype), torch.randn(num_experts, depth, device=device)
+    parts_PTE, want = router_logits(x_TD, w_ED), router_logits_reference(x_TD, w_ED)
+    assert parts_PTE.dtype == torch.float32 and len(parts_PTE) == num_parts
+    got = parts_PTE.sum(dim=0)
     # Weights of 22 bits beside numbers of 16.
-    tolerance = sum_tolerance(150, float(want.abs().max()) + 10)
+    tolerance = sum_tolerance(depth, float(want.abs().max()) + 10)
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
     if num_rows <= 40:
-        assert torch.equal(router_logits(x_TD[2:3], w_ED, is_deterministic=True)[0], _fixed(x_TD, w_ED)[2])
+        assert torch.equal(router_logits(x_TD[2:3], w_ED, is_deterministic=True)[:, 0], _fixed(x_TD, w_ED)[:, 2])
 
 
 def _fixed(x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
@@ -102,5 +108,5 @@ def _fixed(x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
 def test_router_logits_of_few_rows_may_include_the_norm(dtype: torch.dtype, device: torch.device) -> None:
     x_TD, w_ED = torch.randn(3, 100, device=device).to(dtype), torch.randn(7, 100, device=device)
     norm_D = torch.rand(100, device=device).to(dtype)
-    got, want = router_logits(x_TD, w_ED, norm_D, 1e-6), router_logits_reference(x_TD, w_ED, norm_D, 1e-6)
+    (got,), want = router_logits(x_TD, w_ED, norm_D, 1e-6), router_logits_reference(x_TD, w_ED, norm_D, 1e-6)
     torch.testing.assert_close(got, want, **kernel_tolerance(dtype, 100, float(want.abs().max())))

@@ -42,6 +42,7 @@ from radixmesh.kernels.moe.row_experts import (
     row_experts,
     row_experts_reference,
 )
+from radixmesh.kernels.moe.shared_mlp import shared_config, shared_mlp, shared_mlp_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_moe.py is for the GPU")
 
@@ -74,6 +75,14 @@ def test_rows_are_routed_as_in_torch(name: str, dtype: torch.dtype) -> None:
     logits_TE = (3 * torch.randn(5, num_experts + 4)).to(dtype)[:, :num_experts]
     bias_E = torch.randn(num_experts) if name == "v3" else None
     _check_same(route(logits_TE, rule, bias_E), route_reference(logits_TE, rule, bias_E))
+
+
+def test_parts_of_logits_are_added() -> None:
+    num_experts, rule = _RULES["v3"]
+    parts_PTE, bias_E = torch.randn(3, 5, num_experts), torch.randn(num_experts)
+    wanted = route_reference(parts_PTE[0] + parts_PTE[1] + parts_PTE[2], rule, bias_E)
+    _check_same(route(parts_PTE, rule, bias_E), wanted)
+    _check_same(route_reference(parts_PTE, rule, bias_E), wanted)
 
 
 def test_rows_are_routed_as_on_the_cpu() -> None:
@@ -156,6 +165,30 @@ def test_experts_compute_what_torch_does(
     # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
     error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
     assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden", "mlp"), [(1, 64, 32), (20, 80, 48), (40, 64, 96), (130, 80, 48)])
+def test_an_mlp_of_all_rows_is_computed_beside_the_experts(
+    num_rows: int, hidden: int, mlp: int, dtype: torch.dtype
+) -> None:
+    x_TD, routes, w_gate_up, w_down = _operands(num_rows, 3, 2, hidden, mlp, dtype)
+    w_shared = torch.randn(4 * mlp, hidden) * hidden**-0.5, torch.randn(hidden, 2 * mlp) * mlp**-0.5
+    shared = SharedWeights(*(w.to(dtype) for w in w_shared))
+    got, want = shared_mlp(x_TD, shared), shared_mlp_reference(x_TD, shared)
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + 2 * mlp, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+    alone = shared_mlp(x_TD[-1:], shared, shared_config(num_rows, x_TD.element_size()))
+    torch.testing.assert_close(alone, got[-1:], rtol=0, atol=2 * error)
+    residual_TD = torch.randn(num_rows, hidden).to(dtype)
+    sums_TD = routed_experts(x_TD, routes, w_gate_up, w_down, residual_TD=residual_TD, beside=lambda: got)
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down, residual_TD).float() + want.float()
+    assert float((sums_TD.float() - want).norm() / want.norm()) < error
+
+
+def test_no_rows_go_through_the_mlp() -> None:
+    shared = SharedWeights(torch.zeros(32, 8), torch.zeros(8, 16))
+    assert shared_mlp(torch.zeros(0, 8), shared).shape == (0, 8)
 
 
 def test_picks_of_other_ranks_count_for_nothing() -> None:

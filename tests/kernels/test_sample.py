@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,15 @@ from support.device_samples import check_sampled, sampled
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.kernels.sampling.sample import SampleScratch, _gumbel, _most_total, compile_sampling
+from radixmesh.kernels.sampling import sample as sample_module
+from radixmesh.kernels.sampling.sample import (
+    MARGIN,
+    SampleScratch,
+    compile_sampling,
+    gumbel_noise,
+    near_total,
+    score_factor,
+)
 from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _NAN, _INF = float("nan"), float("inf")
@@ -149,30 +158,53 @@ def _input(sampling: Sampling) -> SampleInput:
 
 
 @triton.jit
-def _bounds_kernel(x_ptr, bits_ptr, bound_ptr, exact_ptr, tops_ptr, BLOCK: tl.constexpr):
+def _totals_kernel(x_ptr, bits_ptr, near_ptr, exact_ptr, tops_ptr, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     highest, temperature = tl.load(tops_ptr).to(tl.float32), tl.load(tops_ptr + 1)
     x, bits = tl.load(x_ptr + index), tl.load(bits_ptr + index).to(tl.uint32, bitcast=True)
-    factor = tl.minimum(1.0 / temperature, 1e30).to(tl.float32)
-    tl.store(bound_ptr + index, _most_total(x, highest, highest > 1e38, factor, bits))
-    tl.store(exact_ptr + index, (x.to(tl.float64) - highest.to(tl.float64)) / temperature + _gumbel(bits))
+    tl.store(near_ptr + index, near_total(x, highest, highest > 1e38, score_factor(temperature), bits))
+    tl.store(exact_ptr + index, (x.to(tl.float64) - highest.to(tl.float64)) / temperature + gumbel_noise(bits))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.02, 1e-9])
-def test_a_bound_on_a_total_is_never_below_it(temperature: float, device: torch.device) -> None:
-    """For the least and the most bits, those about the border between its two forms, and any; for the highest logit
-    itself too, which is what a low temperature picks whatever its noise."""
+def test_a_total_by_float32_is_within_half_of_the_margin(temperature: float, device: torch.device) -> None:
+    """For the least and the most bits, those about the border between the two forms of the noise, and any; for the
+    highest logit itself too, which is what a low temperature picks whatever its noise."""
     ends = torch.arange(1024)
-    middle = (1 << 31) - 512 + torch.arange(1024)
-    anywhere = torch.randint(1 << 32, (2048,), generator=torch.Generator().manual_seed(0))
-    bits = torch.cat((ends, (1 << 32) - 1 - ends, middle, anywhere))
+    border = (1 << 32) - (1 << 26) - 512 + torch.arange(1024)
+    anywhere = torch.randint(1 << 32, (8192,), generator=torch.Generator().manual_seed(0))
+    bits = torch.cat((ends, (1 << 32) - 1 - ends, border, anywhere))
     bits = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).int().to(device)
     for highest, x in ((4.0, torch.full((len(bits),), 4.0)), (30.0, 30.0 - torch.rand(len(bits)) * 40)):
         x = x.to(device)
-        bound, exact = torch.empty_like(x), torch.empty(len(bits), dtype=torch.float64, device=device)
+        near, exact = torch.empty_like(x), torch.empty(len(bits), dtype=torch.float64, device=device)
         tops = torch.tensor([highest, temperature], dtype=torch.float64, device=device)
-        _bounds_kernel[(len(bits) // 1024,)](x, bits, bound, exact, tops, BLOCK=1024)
-        assert bool((bound.double() >= exact).all())
-        # And so close that few blocks are computed in vain.
-        near = exact > 3.0
-        assert not near.any() or float((bound.double() - exact)[near].max()) < 0.01
+        _totals_kernel[(len(bits) // 1024,)](x, bits, near, exact, tops, BLOCK=1024)
+        wanted = exact / math.log(2)
+        counts = wanted > -100
+        assert not counts.any() or float((near.double() - wanted)[counts].abs().max()) < MARGIN / 2
+        # Totals that are lower stay so.
+        assert bool((near[~counts] < -90).all())
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 3.0])
+def test_totals_that_float32_cannot_tell_apart_are_computed_exactly(
+    spread: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a margin of everything each row takes the exact way, and with none only ties do: all are the same ids."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 3000, generator=generator) * spread
+    inputs = [_input(Sampling(temperature=temperature, seed=seed)) for seed, temperature in enumerate([1.0, 0.1] * 3)]
+    tokens = []
+    for margin in (MARGIN, 1e9, 0.0):
+        monkeypatch.setattr(sample_module, "MARGIN", margin)
+        tokens.append(sampled(logits.to(device), inputs))
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_a_temperature_whose_inverse_is_no_float32_samples_the_highest(device: torch.device) -> None:
+    logits = torch.zeros(3, 2500)
+    # A bounded inverse would not part it from the others.
+    logits[:, 1700] = 1e-40
+    inputs = [_input(Sampling(temperature=1e-60, seed=seed)) for seed in range(3)]
+    assert sampled(logits.to(device), inputs) == [1700] * 3

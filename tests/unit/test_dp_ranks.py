@@ -259,6 +259,39 @@ def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, 
     assert len({world.rank_of(record) for record in world.records}) == num_ranks, "all ranks had work"
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_bursts_behind_one_prefix_keep_to_the_bounds_of_each_rank(seed: int) -> None:
+    """Leaders get what their followers leave of their own rank, with KV that is loaded or fetched meanwhile."""
+    rng = np.random.default_rng(seed)
+    world = DpWorld(
+        int(rng.choice([2, 3])),
+        num_pages=int(rng.choice([48, 200])),
+        max_tokens_per_row=int(rng.choice([1, 3])),
+        num_host_pages=int(rng.choice([0, 100])),
+        num_stored=(lambda num: num // 2) if rng.random() < 0.5 else None,
+        tiers=TierSettings(load_min_tokens=1, fetch_min_tokens=4),
+        chunk_tokens=int(rng.choice([3, 8])),
+        inflight_prefix_min_tokens=4,
+    )
+    stems = [rng.integers(2, VOCAB_SIZE, 36).tolist() for _ in range(2)]
+    for _ in range(60):
+        if rng.random() < 0.3:
+            stem = stems[rng.integers(2)][: rng.integers(8, 37)]
+            for _ in range(4):
+                own = rng.integers(2, VOCAB_SIZE, int(rng.integers(1, 20))).tolist()
+                world.submit([*stem, *own], max_tokens=int(rng.integers(1, 20)))
+        if world.planner.num_in_flight < 3:
+            world.step()
+        if world.results and rng.random() < 0.6:
+            world.process()
+    world.run()
+    world.check()
+    assert world.planner.counters.num_prefix_deduplications and not world.planner.queue.num_waiting_for_prefix
+    for section in (section for sections in world.sections for section in sections):
+        slots = [chunk.slot for chunk in section.chunks]
+        assert len(slots) == len(set(slots)) and sum(chunk.length for chunk in section.chunks) <= 32
+
+
 def test_a_prefix_goes_where_it_is_cached_until_that_rank_is_busy() -> None:
     world = DpWorld(2, num_slots=8, num_pages=800, inflight_prefix_min_tokens=1000)
     stem = list(range(2, 42))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.local_text import LocalText, is_cheap
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.tokenize.chat_template import ChatTemplate
@@ -75,6 +77,24 @@ async def test_ids_of_another_vocabulary_are_never_given() -> None:
     assert (await loaded(fingerprints=(OURS, "another"))).encode(of_text("x")) is None
 
 
+async def test_nothing_is_encoded_before_anybody_has_said_what_is_served() -> None:
+    """The model that comes may have another vocabulary: its tokenizer knows, and these ids would be refused then."""
+    assert (await loaded(fingerprints=())).encode(of_text("x")) is None
+
+
+async def test_a_request_that_a_tokenizer_refuses_whole_is_no_reason_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client could send everybody's prompts the long way with it."""
+    text = await loaded()
+
+    def refuse(*_: object) -> None:
+        raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, "a batch of too many items", {})
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(TextCodec, "check_num_items", refuse)
+        assert text.encode(of_text("x")) is None
+    assert text.encode(of_text("x")) is not None
+
+
 async def test_nothing_is_encoded_until_the_folder_is_read() -> None:
     text = LocalText(TINY, lambda: (OURS,))
     assert text.encode(of_text("x")) is None and text.vocabulary is None
@@ -123,6 +143,25 @@ async def test_what_takes_long_is_left_to_tokenizers_for_a_while(monkeypatch: py
     assert text.encode(of_text("x")) is not None
 
 
+async def test_a_flood_of_prompts_takes_no_more_than_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    text = await loaded(clock=clock)
+    encode = TextCodec.encode_texts
+
+    def busy(codec: TextCodec, *arguments: object) -> object:
+        clock.now += 0.0005  # Twice a request.
+        return encode(codec, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TextCodec, "encode_texts", busy)
+    assert sum(text.encode(of_text("x")) is not None for _ in range(1000)) == 67
+    clock.now += 0.1  # A quarter of which makes up for 25 ms.
+    assert sum(text.encode(of_text("x")) is not None for _ in range(1000)) in (33, 34)
+    clock.now += 1.0
+    for _ in range(1000):  # Requests at low load are untouched by it.
+        clock.now += 0.005
+        assert text.encode(of_text("x")) is not None
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -136,7 +175,7 @@ async def test_a_costly_template_is_left_to_tokenizers(tmp_path: Path, template:
     folder = shutil.copytree(TINY, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     clock = Clock()
-    text = await loaded(folder, clock=clock, fingerprints=())
+    text = await loaded(folder, clock=clock, fingerprints=("",))
     assert text.encode(of_text("x")) is not None
     assert text.encode(of_chat("hello")) is None
     # Nor is it tried again with the next chat.

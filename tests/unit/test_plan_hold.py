@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.planner_world import World
 
+from radixmesh.daemons.runtime.arrays import empty_ints
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 
@@ -123,6 +125,34 @@ async def test_a_device_that_stood_still_gets_its_plans_earlier() -> None:
     assert device.idle_s == 0.0
 
 
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_wrong_guess_costs_one_round_trip_however_steps_vary(seed: int) -> None:
+    """Steps take from half to twice what the last ones did, and requests come and are aborted while plans are held."""
+    rng = np.random.default_rng(seed)
+    lengths = {"s": _STEP_S}
+    loop, world, device = make(lambda plan: lengths["s"] + 0.001 * sum(chunk.length for chunk in plan.chunks))
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=190)))
+    await device.plan()
+    most_idle_s, num_held = 0.0, 0
+    for turn in range(300):
+        if turn % 40 == 0:
+            lengths["s"] = float(np.clip(lengths["s"] * rng.choice([0.5, 0.7, 1.4, 2.0]), 0.004, 0.08))
+        if rng.random() < 0.1:
+            new = world.submission([2 + turn % 60] * int(rng.integers(1, 60)), stop=Stop(max_tokens=4))
+            loop.planner.submit(new)
+            if rng.random() < 0.3:
+                loop.planner.abort(new.key.request_id)
+        if not loop.planner.num_live:
+            break
+        before_s = device.idle_s
+        await device.plan()  # The loop wakes by what came.
+        assert loop.planner.num_in_flight or not loop.planner.num_live, "nothing is held while nothing runs"
+        num_held += device.wake_s is not None
+        await device.turn()
+        most_idle_s = max(most_idle_s, device.idle_s - before_s)
+    assert num_held > 30 and most_idle_s <= _ROUND_TRIP_S + 1e-9
+
+
 @pytest.mark.parametrize("choices", [{"hold_plans": False}, {"pipeline_depth": "1"}])
 async def test_nothing_is_held_where_that_is_not_wanted(choices: dict[str, object]) -> None:
     loop, world, device = make(**choices)
@@ -159,3 +189,30 @@ async def test_followers_are_in_the_step_behind_the_one_that_completes_their_pre
         await device.turn()
     followed = next(plan for plan in device.sent if plan.step_id == first + 1)
     assert len(followed.admits) == 3
+
+
+async def test_what_a_barrier_took_tells_nothing_of_decodes() -> None:
+    """It ends at once, or after seconds: decodes as short as one would never be waited for."""
+    loop, world, device = make(lambda plan: 0.001 if plan.barrier_ops else 0.02 + 0.0005 * len(plan.admits))
+    for seed in range(24):  # A line through steps of several sizes is known.
+        loop.planner.submit(world.submission([2 + seed] * (2 + 40 * (seed % 2)), stop=Stop(max_tokens=1)))
+        await device.plan()
+        while loop.planner.num_in_flight:
+            await device.turn()
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=100)))
+    await device.plan()
+    await run_for(device, 30)
+    hold = loop.sender.hold
+    state = loop.planner.state
+    assert state is not None
+    decode = next(step for step in state.in_flight.last_steps() if step.plan.has_forward)
+    least_us = hold.least_us(decode)
+    assert least_us > 0
+    barrier = replace(decode, plan=replace(decode.plan, has_forward=False, decode_set=None), num_tokens=0, chunks=())
+    result = StepResult(epoch=1, step_id=1, counts=empty_ints(), ids=empty_ints(), device_end_ns=1_000_000)
+    slack_us = hold.slack_us
+    hold.observe(barrier, result, followed=True)
+    assert hold.least_us(decode) == least_us and hold.least_us(barrier) == 0.0
+    start_ns = int(1e9 * (world.now + 1))  # The barrier took a second.
+    hold.observe(decode, replace(result, device_start_ns=start_ns, device_end_ns=start_ns + 20_000_000), followed=True)
+    assert hold.slack_us <= slack_us, "no plan was late"

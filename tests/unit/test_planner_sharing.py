@@ -254,3 +254,86 @@ def test_rows_of_a_step_are_in_the_order_of_its_chunks_when_a_leader_is_extended
     assert [chunk.length for chunk in world.log[-1].chunks] == [19, 3]
     world.run()
     check(world, [leader, other, follower])
+
+
+def test_a_follower_that_is_aborted_is_waited_for_by_nobody() -> None:
+    """Its leader gets a chunk as any other, and the device stands still for no follower that is gone."""
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=40)
+    leader, follower = (world.submit([*SYSTEM, own]) for own in (3, 4))
+    world.plan()
+    assert [chunk.length for chunk in world.log[-1].chunks] == [40]
+    world.planner.abort(follower.submission.key.request_id)
+    world.collect()
+    world.plan()
+    assert [chunk.length for chunk in world.log[-1].chunks] == [8]
+    state, prefill = world.planner.state, world.planner.prefill
+    assert state is not None and prefill is not None and prefill.num_due_followers(state) == 0
+    world.run()
+    assert leader.tokens == world.expected(leader.submission)
+    world.check_clean()
+
+
+def test_followers_are_due_while_their_prefix_is_in_flight_and_no_longer() -> None:
+    """Once it is computed they are in the next plan: nothing is gained by waiting for another result."""
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=16, num_slots=3, inflight_prefix_min_tokens=8)
+    records = [world.submit([*SYSTEM[:16], *own]) for own in ([3] * 24, [4] * 3, [5] * 3, [6] * 3)]
+    state, prefill = world.planner.state, world.planner.prefill
+    assert state is not None and prefill is not None
+    world.plan()
+    assert prefill.num_due_followers(state) == 2, "as many as there are slots for"
+    world.plan()
+    world.execute()
+    world.process()
+    assert world.planner.queue.num_waiting_for_prefix == 3 and world.planner.num_in_flight == 1
+    assert prefill.num_due_followers(state) == 0
+    world.run()
+    check(world, records)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bursts_of_any_shape_keep_to_the_bounds_of_a_step_and_give_everyone_its_own_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    page_size, max_step = int(rng.choice([1, 4])), int(rng.choice([24, 64]))
+    world = World(
+        page_size=page_size,
+        num_pages=int(rng.choice([160, 1024])) // page_size,
+        chunk_tokens=int(rng.choice([3, 8, 16])),
+        max_tokens_per_step=max_step,
+        num_slots=int(rng.choice([3, 8])),
+        inflight_prefix_min_tokens=4,
+        max_tokens_per_row=int(rng.choice([1, 4])),
+        decode_reserve_tokens=int(rng.choice([1, 32])),
+        queue_policy=str(rng.choice(["fcfs", "priority"])),
+        row_seed=seed,
+        eos_rate=0.02,
+    )
+    records: list[Record] = []
+    for _ in range(120):
+        for _ in range(int(rng.choice([0, 0, 0, 3]))):
+            start, cut = int(rng.integers(0, 3)), int(rng.integers(1, len(SYSTEM)))
+            own = rng.integers(2, 62, int(rng.integers(1, 30))).tolist()
+            records.append(
+                world.submit(
+                    [*SYSTEM[start:cut], *own] if cut > start else own,
+                    priority=int(rng.choice([0, 0, 3])),
+                    sampling=Sampling(temperature=1.0, seed=len(records)),
+                )
+            )
+        if records and rng.random() < 0.1:
+            world.planner.abort(records[int(rng.integers(len(records)))].submission.key.request_id)
+            world.collect()
+        if world.planner.num_in_flight < 3:
+            world.plan()
+        if rng.random() < 0.6:
+            world.execute()
+        if rng.random() < 0.6:
+            world.process()
+    world.run()
+    assert world.planner.counters.num_prefix_deduplications > 0
+    for plan in world.log:
+        slots = [chunk.slot for chunk in plan.chunks]
+        assert len(slots) == len(set(slots)) and sum(chunk.length for chunk in plan.chunks) <= max_step
+    for record in records:
+        assert record.finished is not None and record.tokens == world.expected(record.submission)[: len(record.tokens)]
+    assert world.planner.queue.num_waiting_for_prefix == 0
+    world.check_clean()

@@ -13,8 +13,6 @@ PRODUCTION = ("daemons", "kernels", "clients/python", "clients/cli")
 ALLOWED = {
     ("kernels/test_decode_steps.py", "_launch"): "a rank without others, which launch() refuses",
     ("kernels/test_draft_trees.py", "_rank_kernel"): "a launch that its wrapper never makes",
-    ("kernels/test_sample.py", "_gumbel"): "a device function, called by a kernel of the test",
-    ("kernels/test_sample.py", "_most_total"): "a device function, called by a kernel of the test",
     ("mesh/test_kv_store_tier.py", "_client"): "kills the store's server by the connection that it has",
     ("unit/test_cuda_parts.py", "_event"): "which event of the library is used again is nobody else's business",
     ("unit/test_fair_queue.py", "_lines"): "what cancelled entries leave in memory shows nowhere else",

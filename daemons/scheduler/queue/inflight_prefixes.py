@@ -171,17 +171,23 @@ class InflightPrefixes:
     def awaited(self) -> Iterator[tuple[Sequence, int]]:
         """Leaders with followers, and the end of what the furthest of these waits for."""
         for sequence, leader in self._leaders.items():
-            if leader.followers:
-                yield sequence, max(follower.until for follower in leader.followers)
+            if until := max((follower.until for follower in self._followers_of(leader)), default=0):
+                yield sequence, until
 
     def num_due(self, state: EpochState) -> int:
-        """Followers whose prefix is planned to its end."""
+        """Followers whose prefix the plans in flight compute to its end: those whose prefix is there already are in
+        the next plan without any wait."""
+        table = state.table
         return sum(
-            follower.until <= state.table.planned_len.item(sequence.slot)
+            table.computed_len.item(sequence.slot) < follower.until <= table.planned_len.item(sequence.slot)
             for sequence, leader in self._leaders.items()
             if leader.followers and sequence.slot >= 0
-            for follower in leader.followers
+            for follower in self._followers_of(leader)
         )
+
+    def _followers_of(self, leader: _Leader) -> Iterator[_Follower]:
+        """Without those that were aborted while they waited."""
+        return (follower for follower in leader.followers if self._queue.is_parked(follower.sequence))
 
     def _advance(self, state: EpochState, sequence: Sequence, leader: _Leader) -> None:
         """Shares the pages that a leader has computed so far, if a follower waits for no more than those."""

@@ -12,7 +12,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
-from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant, SlotRows
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
@@ -30,10 +30,16 @@ class Experts(ABC):
 
     @abstractmethod
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_expected: int | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
-        """Adds the weighted sum of what each row's experts make of x to the residual in place. num_expected: about how
-        many picks are of these experts; None: all."""
+        """Adds the weighted sum of what each row's experts make of x, and what an MLP beside them does, to the residual
+        in place. num_expected: about how many picks are of these experts; None: all."""
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         """[T, D], contiguous: that sum alone, of rows of which about num_expected picks are of these experts."""
@@ -59,10 +65,24 @@ class PlainExperts(Experts):
         self.weighs_results = not variant.scales_input
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_expected: int | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
-        self._ops.experts(x_TD, routes, *weights, self._variant, residual_TD=residual_TD, num_expected=num_expected)
+        self._ops.experts(
+            x_TD,
+            routes,
+            *weights,
+            self._variant,
+            residual_TD=residual_TD,
+            num_expected=num_expected,
+            beside=beside,
+        )
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:
         weights = self._w_gate_up_E2FD, self._w_down_EDF
@@ -113,8 +133,15 @@ class Fp8Experts(Experts):
         self._ops, self._weights = ops, weights
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_expected: int | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
+        assert beside is None, "an MLP beside FP8 experts is one of the projections"
         self._ops.experts(x_TD, routes, self._weights, residual_TD=residual_TD, num_expected=num_expected)
 
     def sums(self, x_TD: torch.Tensor, routes: Routes, num_expected: int) -> torch.Tensor:

@@ -67,7 +67,11 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
         return TorchOps()
     if name == "compiled":
         return _compiled_ops(settings, model, gemm, device)
-    return TritonOps(use_pdl=settings.use_pdl, is_deterministic=settings.deterministic, gemm=gemm)
+    # Priority over the main stream, whose large kernels would take all SMs first.
+    side_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return TritonOps(
+        use_pdl=settings.use_pdl, is_deterministic=settings.deterministic, gemm=gemm, side_stream=side_stream
+    )
 
 
 def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: torch.device) -> Fp8Ops | None:

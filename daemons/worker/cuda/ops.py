@@ -6,6 +6,7 @@ Legend: T rows, D hidden size, N features out, K features in, H heads, d head_di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +34,7 @@ from radixmesh.kernels.moe.grouped_gemm import (
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
 from radixmesh.kernels.moe.router_logits import router_logits, router_logits_reference
 from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights, row_experts
+from radixmesh.kernels.moe.shared_mlp import shared_mlp
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import (
     HeadNorms,
@@ -46,6 +48,11 @@ from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 # Rows up to which the project's kernels by head are taken; libraries compute more of them. Not measured.
 _FEW_ROWS = 32
+_MOST_ROWS_BESIDE = 512
+
+
+BesideMlp = Callable[[], torch.Tensor]
+"""Gives what an MLP made of its rows [T, D]: the current stream waits for it, and may use it until it is let go."""
 
 
 class Ops(ABC):
@@ -114,7 +121,8 @@ class Ops(ABC):
         return head_gemm_reference(x_THK, w_HNK, out)
 
     def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor, norm: RowNorm | None = None) -> torch.Tensor:
-        """x @ w^T in float32, [T, E]; of RMSNorm(x) with a norm, for up to max_fused_rows rows."""
+        """x @ w^T in float32, [T, E] or parts of it [P, T, E], which `route` adds; of RMSNorm(x) with a norm, for up to
+        max_fused_rows rows."""
         return router_logits_reference(x_TD, w_ED, *(norm or ()))
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
@@ -137,12 +145,19 @@ class Ops(ABC):
         *,
         residual_TD: torch.Tensor | None = None,
         num_expected: int | None = None,
+        beside: BesideMlp | None = None,
     ) -> torch.Tensor:
         """The weighted sum of what each row's experts make of x; a residual is added to it, and becomes the result.
-        num_expected: as `routed_experts`."""
+        num_expected: as `routed_experts`. beside: of `start_mlp`, added too."""
+        assert beside is None, "nothing is computed beside the experts here"
         out_TD = routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant)
         self.gemm.changed()
         return out_TD if residual_TD is None else residual_TD.copy_(out_TD)
+
+    def start_mlp(self, x_TD: torch.Tensor, weights: SharedWeights) -> BesideMlp | None:
+        """Launches an MLP of all rows, which is computed beside what is launched next. None: not here, or not for so
+        many rows."""
+        return None
 
     def slot_experts(
         self,
@@ -220,6 +235,7 @@ class TritonOps(Ops):
     is_deterministic: GEMMs are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
     gemm: backend for more than max_fused_rows rows; None: torch.
+    side_stream: for what may run beside other work; None: all is in one order.
     """
 
     def __init__(
@@ -229,7 +245,9 @@ class TritonOps(Ops):
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
         gemm: GemmBackend | None = None,
+        side_stream: torch.cuda.Stream | None = None,
     ) -> None:
+        self._side_stream = side_stream
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._is_deterministic = is_deterministic
@@ -281,6 +299,7 @@ class TritonOps(Ops):
         *,
         residual_TD: torch.Tensor | None = None,
         num_expected: int | None = None,
+        beside: BesideMlp | None = None,
     ) -> torch.Tensor:
         out_TD = routed_experts(
             x_TD,
@@ -292,10 +311,30 @@ class TritonOps(Ops):
             config=self._experts_config,
             variant=variant,
             num_expected=num_expected,
+            beside=beside,
             use_pdl=self._use_pdl and len(x_TD) > 1,
         )
         self.gemm.changed()
         return out_TD
+
+    def start_mlp(self, x_TD: torch.Tensor, weights: SharedWeights) -> BesideMlp | None:
+        # Memory of one stream is not reused by another: that of many rows would be missed.
+        if self._is_deterministic or len(x_TD) > _MOST_ROWS_BESIDE:
+            return None
+        side = self._side_stream
+        if side is None:
+            result_TD = shared_mlp(x_TD, weights, use_pdl=self._use_pdl)
+            return lambda: result_TD
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            result_TD = shared_mlp(x_TD, weights, use_pdl=self._use_pdl)
+
+        def joined() -> torch.Tensor:
+            current.wait_stream(side)
+            return result_TD
+
+        return joined
 
     def slot_experts(
         self,

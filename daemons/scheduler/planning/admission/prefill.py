@@ -145,8 +145,8 @@ class Prefill:
         return needed + self._reserved(state, rank) - pages.num_available
 
     def num_due_followers(self, state: EpochState) -> int:
-        """Requests whose wait for a prefix ends with the results of the plans in flight."""
-        return self._inflight_prefixes.num_due(state)
+        """Requests whose wait for a prefix ends with the results of the plans in flight, as far as there are slots."""
+        return min(self._inflight_prefixes.num_due(state), self._limits.max_running - state.table.num_running)
 
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""

@@ -40,16 +40,21 @@ class PlanHold:
         self._ratios: dict[bool, deque[float]] = {}
         self._is_line_known = False
         self._last_end_ns = 0
+        """Of the last step; 0 = what was before the next one is no time that the device stood still for a plan."""
         self.slack_us = _FIRST_SLACK_US
         """Time before the end of what is in flight, beyond a gap."""
 
     def observe(self, step: PlannedStep, result: StepResult, *, followed: bool) -> None:
         """A step's result came. followed: its plan was sent while the one before ran. Call it before the estimates
         learn of it."""
+        if not step.plan.has_forward:
+            # Releases or a barrier, of times that are the host's: the device had nothing to do before the next step.
+            self._last_end_ns = 0
+            return
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
-        idle_us = (result.device_start_ns - self._last_end_ns) / 1000
+        idle_us, has_last = (result.device_start_ns - self._last_end_ns) / 1000, self._last_end_ns > 0
         self._last_end_ns = result.device_end_ns
-        if followed:
+        if followed and has_last:
             late_us = idle_us if idle_us > _IDLE_US else 0.0
             self.slack_us = min(max(_KEPT * self.slack_us + late_us, _LEAST_SLACK_US), _MOST_SLACK_US)
         if self._is_line_known != bool(self._token_time.us):
@@ -87,6 +92,8 @@ class PlanHold:
         return self._ratios.setdefault(bool(step.chunks), deque(maxlen=_REMEMBERED))
 
     def _expected_us(self, step: PlannedStep) -> float:
+        if not step.plan.has_forward:
+            return 0.0  # Releases, or a barrier: of no length that is known.
         if self._token_time.us:
             return self._token_time.expect_us(step.num_tokens)
         # That of another size is meant to be too long rather than too short.

@@ -23,7 +23,7 @@ from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.expert_parallel.row_share import WHOLE, RowShare
 from radixmesh.daemons.worker.cuda.experts import Experts
-from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.cuda.ops import BesideMlp, Ops
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch
 from radixmesh.kernels.moe.choose_slots import TokenRows, slot_table
 from radixmesh.kernels.moe.grouped_gemm import SlotRows
@@ -169,8 +169,15 @@ class DispatchedExperts(Experts):
         dispatch.bind(self.slots.per_rank, len(norm_D), norm_D.dtype, weighs_results=local.weighs_results)
 
     def add_to(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes, num_expected: int | None = None
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        num_expected: int | None = None,
+        *,
+        beside: BesideMlp | None = None,
     ) -> None:
+        assert beside is None, "an MLP beside experts on other ranks is launched while rows travel"
         came = self.send(x_TD, routes)()
         if self.travels:
             self.compute(came)(residual_TD)

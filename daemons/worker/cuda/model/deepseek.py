@@ -236,7 +236,7 @@ def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekM
     assert config.router is not None and matrices.experts is not None
     shared = None
     if gate_up is not None and down is not None:
-        shared = SharedExpert(gate_up=gate_up, down=down, w_gate_1D=None)
+        shared = SharedExpert(gate_up=gate_up, down=down, w_gate_1D=None, weights=_weights_beside(matrices, kernels))
     return RoutedMlp(
         norm_D=layer.mlp_norm_D,
         eps=config.norm_eps,
@@ -255,16 +255,29 @@ def create_mlp(config: DeepseekConfig, layer: DeepseekLayer, matrices: DeepseekM
 
 def _create_row_experts(matrices: DeepseekMatrices, kernels: Kernels) -> RowExperts | None:
     """None where weights are FP8, or what they add to the residual has parts on other ranks."""
-    experts, gate_up, down = matrices.experts, matrices.gate_up, matrices.down
+    experts = matrices.experts
     is_alone = kernels.group is None and kernels.experts is None
     if not is_alone or experts is None or isinstance(experts, QuantizedExperts):
         return None
     shared = None
-    if gate_up is not None and down is not None:
-        if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+    if matrices.gate_up is not None:
+        shared = _shared_weights(matrices)
+        if shared is None:
             return None
-        shared = SharedWeights(gate_up, down)
     return RowExperts.create(kernels.plain, experts.w_gate_up_E2FD, experts.w_down_EDF, shared=shared)
+
+
+def _weights_beside(matrices: DeepseekMatrices, kernels: Kernels) -> SharedWeights | None:
+    """None where weights are FP8, or experts have parts on other ranks."""
+    is_alone = kernels.group is None and kernels.experts is None
+    return _shared_weights(matrices) if is_alone and not isinstance(matrices.experts, QuantizedExperts) else None
+
+
+def _shared_weights(matrices: DeepseekMatrices) -> SharedWeights | None:
+    gate_up, down = matrices.gate_up, matrices.down
+    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        return None
+    return SharedWeights(gate_up, down)
 
 
 def _there(matrices: Iterable[Matrix | None]) -> tuple[Matrix, ...]:

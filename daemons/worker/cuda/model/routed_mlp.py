@@ -21,17 +21,19 @@ from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, Expert
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.route import RouterRule, Routes
-from radixmesh.kernels.moe.row_experts import RowNorm
+from radixmesh.kernels.moe.row_experts import RowNorm, SharedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
     """An MLP that every row goes through beside its experts. w_gate_1D: its result is multiplied by the sigmoid of this
-    projection of the row; None: it is not."""
+    projection of the row; None: it is not. weights: of both projections, where they may be computed beside the experts
+    and added by them."""
 
     gate_up: Linear
     down: Linear
     w_gate_1D: torch.Tensor | None
+    weights: SharedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,15 @@ class RoutedMlp(Mlp):
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
         own = self.experts.share.of(len(rows_TD))
         own_TD = normed_TD[own]
+        beside = None
+        if self.shared is not None and self.shared.weights is not None:
+            # From here on: the choice of the experts leaves most of the device idle.
+            beside = ops.start_mlp(normed_TD, self.shared.weights)
         routes, part = self._routes(own_TD), self._part(residual)
-        if self.shared is not None:
+        if self.shared is not None and beside is None:
             self._add_shared(self.shared, part, normed_TD)
         part_TD = rows_TD if self.group is None else part.rows()
-        self.experts.add_to(part_TD[own], own_TD, routes)
+        self.experts.add_to(part_TD[own], own_TD, routes, beside=beside)
         self._reduce(part_TD, rows_TD)
 
     def stages(self, residual: Residual) -> Iterator[None]:
@@ -100,10 +106,7 @@ class RoutedMlp(Mlp):
         if not len(normed_TD):
             weights_TA = normed_TD.new_empty(0, self.rule.num_picks, dtype=torch.float32)
             return Routes(weights_TA.int(), weights_TA)
-        logits_TE = (ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED)
-        if self.b_logits_E is not None:
-            logits_TE += self.b_logits_E
-        return ops.route(logits_TE, self.rule, self.b_router_E)
+        return self._route((ops.router_logits if self._is_exact else ops.linear)(normed_TD, self.w_router_ED))
 
     def _part(self, residual: Residual) -> Residual:
         """Takes what this rank adds: the residual itself, or, where other ranks have parts too, zeros."""
@@ -119,12 +122,17 @@ class RoutedMlp(Mlp):
         """The norm is part of each kernel that reads the rows."""
         ops, norm = self.ops, RowNorm(self.norm_D, self.eps)
         if self._is_exact:
-            logits_TE = ops.router_logits(rows_TD, self.w_router_ED, norm)
+            logits = ops.router_logits(rows_TD, self.w_router_ED, norm)
         else:
-            logits_TE = ops.linear_fused(rows_TD, self.w_router_ED, norm_K=self.norm_D, eps=self.eps)
+            logits = ops.linear_fused(rows_TD, self.w_router_ED, norm_K=self.norm_D, eps=self.eps)
+        experts.add_to(rows_TD, norm, self._route(logits))
+
+    def _route(self, logits: torch.Tensor) -> Routes:
+        """logits: [T, E], or parts of them [P, T, E]."""
         if self.b_logits_E is not None:
+            logits_TE = logits if logits.dim() == 2 else logits[0]
             logits_TE += self.b_logits_E
-        experts.add_to(rows_TD, norm, ops.route(logits_TE, self.rule, self.b_router_E))
+        return self.ops.route(logits, self.rule, self.b_router_E)
 
     @property
     def _is_exact(self) -> bool:
