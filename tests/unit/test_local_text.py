@@ -107,6 +107,27 @@ async def test_a_folder_that_cannot_be_read_ends_nothing(tmp_path: Path, caplog:
     assert "text_not_local" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+async def test_a_folder_that_changes_while_it_is_read_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """The fingerprint is read first: the ids of other files would pass for those of the served model."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    load = ChatTemplate.load
+
+    def change(path: Path) -> ChatTemplate:
+        other = tmp_path / "other"
+        other.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"")
+        other.rename(folder / name)
+        return load(path)
+
+    monkeypatch.setattr(ChatTemplate, "load", change)
+    with caplog.at_level("WARNING"):
+        text = await loaded(folder)
+    assert text.encode(of_text("x")) is None and text.vocabulary is None
+    assert "text_not_local" in caplog.text
+
+
 class PanicException(BaseException):
     """As the tokenizers library raises where its Rust code panics."""
 

@@ -123,13 +123,24 @@ class LocalText:
         return DecoderTable(self._family, vocabulary.vocab_size, limits, EntryBudget(num_entries))
 
     def _read(self) -> tuple[TextCodec, DecoderFamily]:
+        before = _state_of(self._folder)
         vocabulary = Vocabulary.load(self._folder)
         limits = Limits(max_text_bytes=_MAX_TEXT_BYTES, max_render_s=_MAX_RENDER_S)
-        return TextCodec(vocabulary, ChatTemplate.load(self._folder), limits), family_of(vocabulary)
+        codec = TextCodec(vocabulary, ChatTemplate.load(self._folder), limits)
+        if _state_of(self._folder) != before:
+            # The fingerprint may be that of files that are gone, and the ids those of others.
+            raise RuntimeError("the folder changed while it was read: start this router again")
+        return codec, family_of(vocabulary)
 
     def _rest(self, reason: str) -> None:
         self._rests_until_s = self._clock() + _REST_S
         log.info("local_text_rests", seconds=_REST_S, reason=reason)
+
+
+def _state_of(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Names, inodes, sizes and times of a folder's files of text."""
+    files = sorted(path for pattern in ("**/*.json", "**/*.jinja") for path in folder.glob(pattern))
+    return [(str(path), (stat := path.stat()).st_ino, stat.st_size, stat.st_mtime_ns) for path in files]
 
 
 def is_cheap(num_replayed: int, stops: Iterable[str]) -> bool:
