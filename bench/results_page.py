@@ -214,7 +214,7 @@ def _drafts(_: Mapping[str, Any]) -> list[str]:
 
 
 def _draft_parts() -> list[str]:
-    """Where a step of one row spends its time with and without drafts, from the traces among the results."""
+    """Time of a step of one row by kind of kernel, with and without drafts, from the traces among the results."""
     steps = [s for s in read("h200-verify.json")["steps"] if s["rows"] == 1 and "verify_trace" in s]
     context = min(step["context"] for step in steps)
     traced = sorted((s for s in steps if s["context"] == context), key=lambda step: step["positions"])
