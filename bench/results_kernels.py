@@ -38,6 +38,45 @@ def gemm(_: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def few_rows(_: Mapping[str, Any]) -> list[str]:
+    got = read("h200-few-rows.json")
+    alone, layer_us = got["alone"], got["layer_us"]
+    counts = [count for count in next(iter(alone.values()))["best"] if count != "1"]
+
+    def cell(figures: Mapping[str, float]) -> str:
+        return f"{figures['us']:.1f} us, {figures['tb_s']:.2f} TB/s"
+
+    rows = [
+        [
+            name,
+            cell(each["gemv_1_row"]),
+            f"{each['others_best_tb_s']:.2f} TB/s",
+            *(cell(each["best"][n]) for n in counts),
+        ]
+        for name, each in alone.items()
+    ]
+    chains = {
+        "all but head, kernel behind kernel": [
+            f"{layer_us['gemv_1_row']:.1f} us",
+            f"{layer_us['others']['5']:.1f} us",
+            *(f"{layer_us['few_rows'][count]:.1f} us" for count in counts),
+        ]
+    }
+    return [
+        *("### A few rows", ""),
+        wrapped(
+            f"{got['shape']}, a layer's matrices and the head, each launch with the weights of another layer "
+            f"(`{got['command']}`): GEMVs at one row; at 5 rows the fastest of those that serve more rows; and those "
+            "of few_rows.cu by their rows, with the tiling that is the fastest at 5."
+        ),
+        "",
+        *table(
+            ["", "GEMV, 1 row", "5 rows, the others", *(f"{count} rows" for count in counts)],
+            [*rows, *([name, *cells] for name, cells in chains.items())],
+        ),
+    ]
+
+
 def _cell(row: Mapping[str, Any]) -> str:
     # Rows beyond the pool share pages, which the L2 cache serves: no figure of memory.
     is_shared = row["case"]["batch"] * row["case"]["context"] > _ATTENTION_POOL_TOKENS

@@ -14,7 +14,7 @@ from typing import Any
 
 from results_files import read, table, wrapped
 from results_four import four_gpus
-from results_kernels import attention, gemm
+from results_kernels import attention, few_rows, gemm
 from results_latents import latent_attention
 from results_models import fp8_pages, routed_experts, serving, shapes, small_models, starts
 from results_ranks import draft_networks, guided, ranks, two_gpus
@@ -78,6 +78,7 @@ def page() -> str:
             _where,
             _idle,
             gemm,
+            few_rows,
             attention,
             routed_experts,
             latent_attention,
@@ -194,9 +195,10 @@ def _drafts(_: Mapping[str, Any]) -> list[str]:
     cells = {(step["rows"], step["context"], step["positions"]): step for step in steps}
     rows = []
     for num_rows, context in dict.fromkeys((step["rows"], step["context"]) for step in steps):
-        of_case = [cells[num_rows, context, count] for count in positions]
-        plain = f"{of_case[0]['plain_ms']:.2f}"
-        rows.append([f"{num_rows}", f"{context:,}", plain, *(f"{c['ms']:.2f} ({c['ratio']:.2f})" for c in of_case)])
+        of_case = [cells.get((num_rows, context, count)) for count in positions]
+        plain = next(f"{case['plain_ms']:.2f}" for case in of_case if case)
+        ratios = (f"{case['ms']:.2f} ({case['ratio']:.2f})" if case else "" for case in of_case)
+        rows.append([f"{num_rows}", f"{context:,}", plain, *ratios])
     return [
         *("## Steps that verify drafts", ""),
         wrapped(
@@ -206,6 +208,28 @@ def _drafts(_: Mapping[str, Any]) -> list[str]:
         ),
         "",
         *table(["rows", "context", "plain", *(f"{count} positions" for count in positions)], rows),
+        "",
+        *_draft_parts(),
+    ]
+
+
+def _draft_parts() -> list[str]:
+    """Time of a step of one row by kind of kernel, with and without drafts, from the traces among the results."""
+    steps = [s for s in read("h200-verify.json")["steps"] if s["rows"] == 1 and "verify_trace" in s]
+    context = min(step["context"] for step in steps)
+    traced = sorted((s for s in steps if s["context"] == context), key=lambda step: step["positions"])
+    columns = [traced[0]["plain_trace"], *(step["verify_trace"] for step in traced)]
+    parts = sorted(columns[0]["us_per_step"], key=lambda part: -columns[0]["us_per_step"][part])
+    parts = list(dict.fromkeys([*parts, *(part for column in columns for part in column["us_per_step"])]))
+    rows = [
+        [_PARTS.get(part, part), *(f"{column['us_per_step'].get(part, 0.0):,.0f}" for column in columns)]
+        for part in parts
+        if any(column["us_per_step"].get(part, 0.0) >= 0.5 for column in columns)
+    ]
+    return [
+        f"Microseconds of a step of one row at context {context:,}, by kind of kernel, under the profiler:",
+        "",
+        *table(["", "plain", *(f"{step['positions']} positions" for step in traced)], rows),
     ]
 
 
@@ -339,7 +363,7 @@ def _range(kills: Sequence[Mapping[str, Any]], key: str) -> str:
 
 def _notes(dense: Mapping[str, Any]) -> list[str]:
     lines = ["## Notes of the files", "", 'In the words of their time ("products" are GEMMs):', ""]
-    for name in ("h200-dense.json", "h200-products90.json", "h200-decode-attention.json"):
+    for name in ("h200-dense.json", "h200-products90.json", "h200-decode-attention.json", "h200-verify.json"):
         lines += [wrapped(f"- {name}: {note}", "  ") for note in read(name)["notes"]]
     return lines
 

@@ -6,7 +6,8 @@ All clients begin at once, and caches are empty: these first prompts are the slo
 the whole run. `no_schedule_below_ms` is proven (routing/bounds.py): whoever places and orders them, and knows all of
 them. `clairvoyant_ms` is the best schedule that was found by one who does: prompts placed by a search, prefixes that
 most wait for first, steps as long as they may be, the cost of steps as in router_policies.py. The least that can be
-reached lies between the two. Neither has the time of HTTP, of tokenizers and of messages in it.
+reached lies between the two. `cache_aware_ms` is the router's policy in virtual time on the same prompts, and
+`cache_threshold_ms` that of SGLang's gateway. None has the time of HTTP, of tokenizers and of messages in it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 from router_gateways import _KV_TOKENS, _REPLICAS, workload_of
+from router_policies import Run
 from routing.bounds import first_burst_s
 from routing.replica_model import STEP_TOKENS, BlockCache, Job, ReplicaModel, StepCost
+from routing.workloads import WORKLOADS
 from tokenizers import Tokenizer
 
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK
@@ -49,6 +52,9 @@ def _bounds(tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> dic
         for conversation in rounds[:at_once]
         for text, num_output in conversation[0]
     ]
+    prompts = {text: _prompt(tokenizer, text, 0)[0] for each in rounds for sent in each for text, _ in sent}
+    chats = [[[(prompts[text], num_output) for text, num_output in sent] for sent in each] for each in rounds]
+    WORKLOADS[name] = lambda random, num_replicas: ([iter(chat) for chat in chats], at_once, _KV_TOKENS)
     sized = [(len(ids) // 4, blocks) for ids, blocks, _ in burst]
     left_out = num_requests - 1 - int(0.99 * (num_requests - 1))
     bound_s = first_burst_s(sized, replicas=_REPLICAS, num_requests=num_requests, cost=StepCost())
@@ -59,6 +65,10 @@ def _bounds(tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> dic
         "to_compute_at_once": _distinct(burst),
         "no_schedule_below_ms": round(1e3 * bound_s),
         "clairvoyant_ms": round(1e3 * _clairvoyant_s(burst, left_out, options.tries)),
+        **{
+            f"{policy}_ms": Run(policy, name, _REPLICAS).result()["ttft_p99_ms"]
+            for policy in ("cache_aware", "cache_threshold")
+        },
     }
 
 

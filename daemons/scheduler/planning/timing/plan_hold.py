@@ -26,7 +26,7 @@ _KEPT = 0.99
 # A device that stands still for less does so between any two steps.
 _IDLE_US = 150.0
 # A step has to be so many gaps long for the device to wait one; what is gained, as a multiple of what is lost.
-_LEAST_GAPS, _WORTH = 8.0, 4.0
+_LEAST_GAPS, _WORTH = 4.0, 4.0
 # A shorter hold gains less than a timer costs.
 _SHORTEST_US = 2_000.0
 
