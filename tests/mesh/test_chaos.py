@@ -79,15 +79,16 @@ async def _run_chaos(form: _Form) -> None:
             chaos = Chaos(cluster, random.Random(_SEED), every_s=form.every_s)
             hostile = HostileClients(cluster, random.Random(-_SEED))
             until = time.monotonic() + form.seconds
+            # A slow reader may have begun two outputs just now, and pauses after each token of both.
+            last_s = 120 + 2 * _NUM_TOKENS * form.pause_s
+            num_slow = max(2, form.num_streams // 4)
             async with (
-                StreamLoad(client, jobs, num_streams=form.num_streams) as quick,
-                StreamLoad(client, jobs, num_streams=max(2, form.num_streams // 4), pause_s=form.pause_s) as slow,
+                StreamLoad(client, jobs, num_streams=form.num_streams, finish_s=last_s) as quick,
+                StreamLoad(client, jobs, num_streams=num_slow, pause_s=form.pause_s, finish_s=last_s) as slow,
             ):
                 await asyncio.gather(chaos.run(form.seconds), *(hostile.run(until) for _ in range(form.num_hostile)))
                 await cluster.wait_healthy(120)
-                # A slow reader may have begun two outputs just now, and pauses after each token of both.
-                last_s = 120 + 2 * _NUM_TOKENS * form.pause_s
-                await asyncio.gather(quick.finish(last_s), slow.finish(last_s))
+                await asyncio.gather(quick.finish(), slow.finish())
         left = await all_left(cluster, fresh, _IDLE_S)
         report = {
             "seconds": form.seconds,

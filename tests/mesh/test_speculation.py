@@ -51,14 +51,14 @@ def _greedy(model: str = "tiny-llama") -> list[Job]:
 async def _kill(mesh: Mesh, jobs: list[Job], services: tuple[str, ...]) -> None:
     """Kills each service with streams open, of which none fails and all give their job's answers."""
     pick = random.Random(3)
-    async with StreamLoad(mesh.client, jobs, num_streams=8) as load:
+    # The last kill is that of a daemon which takes seconds to start; streams may be at the beginning of long texts.
+    async with StreamLoad(mesh.client, jobs, num_streams=8, finish_s=300.0) as load:
         await load.all_progressed(0.0)
         for service in services:
             kill = await kill_once(mesh, load, service, signal.SIGKILL, pick)
             assert load.failures == [], (kill, load.failures[:3])
             print(kill)
-        # The last kill is that of a daemon which takes seconds to start; streams may be at the beginning of long texts.
-        await load.finish(timeout_s=300.0)
+        await load.finish()
     assert load.failures == [] and load.num_completed >= 8
     state = await mesh.scheduler_state()
     assert (state.num_page_violations, state.owned_pages) == (0, 0)

@@ -535,3 +535,37 @@ def test_tokens_behind_the_longest_output_change_no_other_row() -> None:
         state.add(np.array([1]), np.array([10 + token]))
     assert state.output_of(1).tolist() == [1, 2, 10, 11] and state.output_of(0).tolist() == []
     assert state.known.tolist() == [0, 8, 0]
+
+
+def test_tokens_behind_the_end_of_an_output_that_a_successor_has_are_read_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process before has left the mask behind the end, which allows all; steps that run already sample by it."""
+
+    class Told(Reports):
+        def send(self, kind: Kind, *parts: bytes) -> None:
+            told.append((kind, b"".join(parts)))
+
+    told: list[tuple[Kind, bytes]] = []
+    words: MaskWords = np.zeros((1, -(-vocabulary().vocab_size // 32)), np.int32)
+    server = MaskServer(backend(), ReportedMasks(words, Told()), vocabulary().vocab_size)
+    artefact = backend().compile(GrammarSource(GrammarForm.REGEX, "yes"))
+    matcher, output_ids = backend().load(artefact).matcher(), []
+    while not matcher.is_over:
+        matcher.fill(words[0])
+        bits = np.unpackbits(words[0].view(np.uint8), bitorder="little", count=vocabulary().vocab_size)
+        output_ids.append(int(np.flatnonzero(bits)[-1]))
+        assert matcher.accept(output_ids[-1])
+    words[0] = -1
+    end = 4 + len(output_ids)
+    begun: list[Guide] = []
+    with monkeypatch.context() as held:
+        held.setattr(MaskFiller, "begin", lambda _, guide: begun.append(guide))
+        server.take(Kind.GRAMMAR, ints(1) + artefact)
+        admission = Admission(row=0, serial=1, grammar=1, position=end, has_mask=1)
+        server.take(Kind.ADMIT, ints(*admission) + np.array(output_ids, np.int32).tobytes())
+    begun[0].run()
+    for number in range(2):
+        server.take(Kind.TOKENS, ints(0, 1, 7))
+        _until(lambda number=number: len(told) > number, "it is answered")
+    assert told == [(Kind.PUBLISHED, ints(0, 1, end + 1)), (Kind.PUBLISHED, ints(0, 1, end + 2))]

@@ -52,7 +52,8 @@ def test_flags_make_the_layout() -> None:
         (Backend.CUDA, {"tp_collectives": "ring"}, "must be one of auto, peer, nccl, host"),
         (Backend.CPU, {"tp_collectives": "peer"}, "is for --backend cuda"),
         (Backend.CUDA, {"cuda_device": -1}, "must be >= 0"),
-        (Backend.CUDA, {"tp_size": 2, "ep_size": 2}, "shared by data-parallel ranks"),
+        (Backend.CUDA, {"tp_size": 2, "ep_size": 2, "two_batch_min_rows": 64}, "leave it out"),
+        (Backend.CUDA, {"tp_size": 2, "ep_size": 2, "deterministic": True}, "is for --backend cpu"),
         (Backend.SIMULATED, {"tp_size": 2, "tp_rank": 2}, "--tp-rank"),
     ],
 )

@@ -266,9 +266,11 @@ class Guide:
             if not self._matcher.accept(token) and not self._matcher.is_over:
                 raise stuck()
         has_mask, self._has_mask = self._has_mask and not tokens, False
-        if has_mask:
-            return
         is_over = self._matcher.is_over
+        if has_mask:
+            # What comes behind the end is gone over alone: a shared call would refuse it.
+            self._is_over = is_over
+            return
         if isinstance(self._sink, ChainSink) and not is_over:
             assert self._tokens is not None
             sink, parts = self._sink, (self._matcher, self._tokens)
