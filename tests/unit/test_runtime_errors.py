@@ -63,6 +63,15 @@ def test_a_status_without_details_gets_a_reason(code: grpc.StatusCode, reason: s
     assert (error.reason_name, error.message) == (reason, "gone")
 
 
+def test_a_message_that_could_not_be_written_met_no_replica() -> None:
+    """grpc.aio says INTERNAL of a peer that was killed as a message was written to it: another one is to be asked."""
+    empty = grpc.aio.Metadata()
+    error = mesh_error_from_rpc(
+        grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, details="Internal error from Core")
+    )
+    assert (error.reason_name, error.status) == ("NO_REPLICA", "UNAVAILABLE")
+
+
 def test_what_was_said_counts_more_than_what_grpc_makes_of_it() -> None:
     """grpc's own words take the place of details where the stream's reset overtakes them."""
     info = error_details_pb2.ErrorInfo(reason="EMPTY_PROMPT", domain="radixmesh")

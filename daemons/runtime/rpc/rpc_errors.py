@@ -113,6 +113,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return await context.abort(code, message, ((_DETAILS_KEY, _details_of(error, code)),))
 
 
+# In the words of grpc.aio: a message of a stream could not be written, as its peer went in that very moment.
+_NOT_WRITTEN = "Internal error from Core"
 # Of grpc's own module, which does not export it: a stream is read while this daemon's server stops.
 _SERVER_STOPPED = "_ServerStoppedError"
 
@@ -155,7 +157,10 @@ def mesh_error_from_rpc(error: grpc.RpcError) -> MeshError:
         if reason is not None:
             return MeshError(reason, message, metadata)
         metadata["reason"] = info.reason
-    return MeshError(_STATUS_TO_REASON.get(error.code(), ErrorReason.ERROR_REASON_INTERNAL), message, metadata)
+    code = error.code()
+    if found is None and code is grpc.StatusCode.INTERNAL and error.details() == _NOT_WRITTEN:
+        code, message = grpc.StatusCode.UNAVAILABLE, "the connection broke while a message was written"
+    return MeshError(_STATUS_TO_REASON.get(code, ErrorReason.ERROR_REASON_INTERNAL), message, metadata)
 
 
 async def drive(responses: object, context: _Context) -> None:
