@@ -55,7 +55,10 @@ async def roll_containers_under_load(
     front = f"127.0.0.1:{project.http_port}"
     failures: list[str] = []
     rolls: list[dict[str, object]] = []
-    async with AsyncClient([project.router]) as client, StreamLoad(client, jobs, num_streams=num_streams) as load:
+    async with (
+        AsyncClient([project.router]) as client,
+        StreamLoad(client, jobs, num_streams=num_streams, finish_s=_PATIENCE_S) as load,
+    ):
         await load.all_progressed(time.monotonic(), _PATIENCE_S)
         began = time.monotonic()
         await asyncio.sleep(_QUIET_S)
@@ -82,7 +85,7 @@ async def roll_containers_under_load(
                     "http_answers": http.num_completed,
                 }
             )
-        await load.finish(_PATIENCE_S)
+        await load.finish()
     failures += load.failures
     figures: dict[str, object] = {
         "completed": load.num_completed,

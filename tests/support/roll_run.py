@@ -37,7 +37,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
         front = mesh.cluster.address("front", 1, _HTTP_PORT)
         services = [name for name in dict.fromkeys(s.service for s in mesh.cluster.processes) if name != "front"]
         rolls: list[dict[str, object]] = []
-        async with StreamLoad(mesh.client, jobs, num_streams=num_streams) as load:
+        async with StreamLoad(mesh.client, jobs, num_streams=num_streams, finish_s=_PATIENCE_S) as load:
             await load.all_progressed(time.monotonic(), _PATIENCE_S)
             began = time.monotonic()
             async with HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http:
@@ -67,7 +67,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
                         "http_answers": http.num_completed,
                     }
                 )
-            await load.finish(_PATIENCE_S)
+            await load.finish()
         failures += [*load.failures, *mesh.bugs]
     figures = {"completed": load.num_completed, "resumed": load.num_resumptions, "quiet": quiet, "rolls": rolls}
     return {"failures": failures, "figures": figures}
@@ -84,7 +84,7 @@ async def kill_replicas(folder: Path, *, num_streams: int, num_each: int, pairs:
         plan = [kind for kind in rows for _ in range(num_each)]
         pick.shuffle(plan)
         async with (
-            StreamLoad(mesh.client, jobs, num_streams=num_streams) as load,
+            StreamLoad(mesh.client, jobs, num_streams=num_streams, finish_s=_PATIENCE_S) as load,
             HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http,
         ):
             await load.all_progressed(time.monotonic(), _PATIENCE_S)
@@ -97,7 +97,7 @@ async def kill_replicas(folder: Path, *, num_streams: int, num_each: int, pairs:
                 failures += _too_many_errors(kind, errors)
                 times = {"stall_s": kill.stall_s, "pause_s": kill.pause_s, "back_s": kill.back_s}
                 rows[kind].append({**times, "http_errors": len(errors)})
-            await load.finish(_PATIENCE_S)
+            await load.finish()
         failures += [*load.failures, *http.failures, *mesh.bugs]
     figures: dict[str, object] = {
         "completed": load.num_completed,
