@@ -268,7 +268,7 @@ class Guide:
         has_mask, self._has_mask = self._has_mask and not tokens, False
         is_over = self._matcher.is_over
         if has_mask:
-            # What comes behind the end is gone over alone: a shared call would refuse it.
+            # Tokens behind the end are gone over alone: a shared call would refuse them.
             self._is_over = is_over
             return
         if isinstance(self._sink, ChainSink) and not is_over:
