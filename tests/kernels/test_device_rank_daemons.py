@@ -143,8 +143,8 @@ async def test_tiny_deepseek_recites_with_its_experts_on_several_ranks(size: int
     [
         (1, 2, True),
         (2, 4, True),
-        pytest.param(2, 4, False, marks=pytest.mark.slow),
-        pytest.param(2, 2, True, marks=pytest.mark.slow),
+        pytest.param(2, 4, False, marks=pytest.mark.full),
+        pytest.param(2, 2, True, marks=pytest.mark.full),
     ],
 )
 async def test_tiny_deepseek_recites_with_attention_by_heads_beside_shared_experts(
