@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from support.router_mesh import TINY, RouterMesh, connected, oracle_ids, oracle_text, router_mesh
+from support.router_mesh import TINY, RouterMesh, live_through_deaths, oracle_ids, oracle_text, router_mesh
 
 from radixmesh.client import AsyncClient, Completion, RadixMeshError
 from radixmesh.daemons.router import router as router_module
@@ -170,27 +170,6 @@ async def test_outputs_go_on_at_the_daemon_when_decoding_here_fails(monkeypatch:
 async def test_daemons_die_at_random_and_no_token_is_lost_or_repeated(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    rng = random.Random(seed)
     counts = {"tokenizers": 2, "detokenizers": 2, "schedulers": 2, "routers": 2, "local_outputs": 6}
     async with mesh_with_text(monkeypatch, **counts) as mesh, mesh.client(resume_timeout_s=30) as client:
-        for fake in mesh.fakes:
-            fake.step_s = 0.004
-
-        async def kill_some() -> None:
-            for _ in range(10):
-                await asyncio.sleep(rng.uniform(0.01, 0.08))
-                member = rng.choice(mesh.members)
-                await member.kill()
-                await asyncio.sleep(rng.uniform(0, 0.05))
-                await member.start()
-
-        killer = asyncio.create_task(kill_some())
-        rounds = 0
-        while not killer.done():
-            await run_many(client, range(1000 * seed + 20 * rounds, 1000 * seed + 20 * rounds + 16))
-            rounds += 1
-        await killer
-        for i in range(2):
-            await connected(mesh.router(i))
-        await run_many(client, range(4))
-        await mesh.settle()
+        await live_through_deaths(mesh, seed, lambda seeds: run_many(client, seeds))

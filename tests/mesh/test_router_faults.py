@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from support.fake_scheduler import FakeScheduler
-from support.router_mesh import MODEL, RouterMesh, connected, oracle_ids, oracle_text, router_mesh
+from support.router_mesh import MODEL, RouterMesh, connected, live_through_deaths, oracle_ids, oracle_text, router_mesh
 
 from radixmesh.client import AsyncClient, Completion, UnavailableError
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -98,32 +97,11 @@ def _kill_once(mesh: RouterMesh, fake: FakeScheduler, cut: int) -> Callable[[int
 @pytest.mark.parametrize("seed", range(3))
 async def test_daemons_die_at_random_and_no_token_is_lost_or_repeated(seed: int) -> None:
     """Schedulers, detokenizers, tokenizers and routers, one after the other, two of each."""
-    rng = random.Random(seed)
     async with (
         router_mesh(tokenizers=2, detokenizers=2, schedulers=2, routers=2) as mesh,
         mesh.client(resume_timeout_s=30) as client,
     ):
-        for fake in mesh.fakes:
-            fake.step_s = 0.004
-
-        async def kill_some() -> None:
-            for _ in range(10):
-                await asyncio.sleep(rng.uniform(0.01, 0.08))
-                member = rng.choice(mesh.members)
-                await member.kill()
-                await asyncio.sleep(rng.uniform(0, 0.05))
-                await member.start()
-
-        killer = asyncio.create_task(kill_some())
-        rounds = 0
-        while not killer.done():
-            await run_many(client, range(1000 * seed + 20 * rounds, 1000 * seed + 20 * rounds + 16))
-            rounds += 1
-        await killer
-        for i in range(2):
-            await connected(mesh.router(i))
-        await run_many(client, range(4))
-        await mesh.settle()
+        await live_through_deaths(mesh, seed, lambda seeds: run_many(client, seeds))
 
 
 async def test_a_single_detokenizer_dies_again_and_again() -> None:

@@ -6,8 +6,9 @@ Any of them can be killed (its streams break as they do when a process dies) and
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -205,6 +206,33 @@ async def connected(router: Router) -> None:
     async with asyncio.timeout(60):
         while not all(link.is_connected for link in (*router.schedulers.links, *router.detokenizers.links)):
             await asyncio.sleep(0.005)
+
+
+async def live_through_deaths(mesh: RouterMesh, seed: int, run: Callable[[range], Awaitable[object]]) -> None:
+    """Kills ten members of a mesh, with two routers, at random, and starts them again; run: with seeds of its requests,
+    again and again meanwhile, and once when all are back."""
+    rng = random.Random(seed)
+    for fake in mesh.fakes:
+        fake.step_s = 0.004
+
+    async def kill_some() -> None:
+        for _ in range(10):
+            await asyncio.sleep(rng.uniform(0.01, 0.08))
+            member = rng.choice(mesh.members)
+            await member.kill()
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            await member.start()
+
+    killer = asyncio.create_task(kill_some())
+    first = 1000 * seed
+    while not killer.done():
+        await run(range(first, first + 16))
+        first += 20
+    await killer
+    for i in range(2):
+        await connected(mesh.router(i))
+    await run(range(4))
+    await mesh.settle()
 
 
 def oracle_ids(prompt: Sequence[int], seed: int, max_tokens: int, *, index: int = 0) -> list[int]:
