@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from radixmesh.daemons.worker.kv_store.records import head_bytes
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page, QueueLimits
 
 pytest.importorskip("xxhash")
+T = TypeVar("T")
 SECONDS = 30
 _STORE = Path(opening.__file__).parent
 
@@ -248,6 +251,32 @@ def test_queues_are_bounded(backend: KvBackend, limits: QueueLimits) -> None:
     with pytest.raises(KvStoreError) as refused:
         store.put(pages[:1])
     assert refused.value.failure is StoreFailure.CLOSED
+
+
+def test_a_call_that_has_ended_takes_no_room(backend: KvBackend) -> None:
+    """A caller that waits for each call before the next one is never refused, however soon that comes."""
+    stuck = StuckBackend(backend)
+    store = KvStore(stuck, limits=QueueLimits(max_pages=10))
+    pages = pages_of(1, 20)
+
+    def call_behind(first: Future[T], second: Callable[[], Future[T]]) -> T:
+        behind: Future[Future[T]] = Future()
+
+        def ended(_: Future[T]) -> None:
+            try:
+                behind.set_result(second())
+            except KvStoreError as error:
+                behind.set_exception(error)
+
+        first.add_done_callback(ended)  # The first waits in the backend: its own thread calls this.
+        stuck.go_on.set()
+        return behind.result(SECONDS).result(SECONDS)
+
+    assert call_behind(store.put(pages[:10]), lambda: store.put(pages[10:])) == 10
+    stuck.go_on.clear()
+    wanted = targets_of(pages)
+    assert Got.FAILED not in call_behind(store.get(wanted[:10]), lambda: store.get(wanted[10:]))
+    store.close()
 
 
 def test_a_store_that_closes_ends_what_runs_and_fails_what_waits(backend: KvBackend) -> None:

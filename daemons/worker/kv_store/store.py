@@ -249,16 +249,19 @@ class _Direction:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                self._leave(num_pages, num_bytes)
+                return
+            # Room is made before the caller hears of it: the next call of one that waits for each finds it, always.
             try:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(job())
+                result = job()
             except BaseException as error:
                 # Whatever it is, the caller has to have its pages back.
+                self._leave(num_pages, num_bytes)
                 future.set_exception(error)
-            finally:
-                with self._changed:
-                    self._num_pages -= num_pages
-                    self.queued_bytes -= num_bytes
+            else:
+                self._leave(num_pages, num_bytes)
+                future.set_result(result)
 
         with self._changed:
             if self._is_closed:
@@ -300,6 +303,11 @@ class _Direction:
                 future.set_exception(KvStoreError(StoreFailure.CLOSED, "the store was closed before it came to this"))
         for thread in self._threads:
             thread.join()
+
+    def _leave(self, num_pages: int, num_bytes: int) -> None:
+        with self._changed:
+            self._num_pages -= num_pages
+            self.queued_bytes -= num_bytes
 
     def _check_size(self, num_pages: int, num_bytes: int) -> None:
         limits = self._limits
