@@ -82,8 +82,8 @@ async def run_clients(port: int, prompts: Sequence[str], max_tokens: int, at_onc
     return sum(await asyncio.gather(*map(one, prompts)))
 
 
-def daemons_of(folder: str, port: int) -> dict[str, list[str]]:
-    """Name -> command line after `python -m radixmesh.daemons.`."""
+def daemons_of(folder: str, port: int, local_outputs: int) -> dict[str, list[str]]:
+    """Name -> command line after `python -m radixmesh.daemons.`. local_outputs: 0 = no text in the router."""
 
     def at(name: str) -> str:
         return f"unix:{folder}/{name}"
@@ -112,7 +112,8 @@ def daemons_of(folder: str, port: int) -> dict[str, list[str]]:
     daemons |= {name: [name, "--listen", at(name), *text] for name in ("tokenizer", "detokenizer")}
     schedulers = ",".join(at(f"s{i}") for i in numbers)
     peers = ["--tokenizers", at("tokenizer"), "--detokenizers", at("detokenizer"), "--schedulers", schedulers]
-    daemons["router"] = ["router", "--listen", at("router"), "--http-listen", f"127.0.0.1:{port}", *peers]
+    local = ["--tokenizer-path", str(MODEL), "--local-outputs", str(local_outputs)] if local_outputs else []
+    daemons["router"] = ["router", "--listen", at("router"), "--http-listen", f"127.0.0.1:{port}", *peers, *local]
     return {name: [*words, "--log-level", "error"] for name, words in daemons.items()}
 
 
@@ -133,19 +134,20 @@ async def until_ready(port: int, prompt: str) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measure(tree: Path, workload: str, port: int, profile: str) -> dict[str, float]:
+async def measure(tree: Path, workload: str, port: int, profile: str, local_outputs: int) -> dict[str, float]:
     make_prompts, max_tokens, at_once = WORKLOADS[workload]
     prompts = make_prompts()
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     with tempfile.TemporaryDirectory(prefix="rm") as folder:
         running: dict[str, subprocess.Popen[bytes]] = {}
         try:
-            for name, words in daemons_of(folder, port).items():
+            for name, words in daemons_of(folder, port, local_outputs).items():
                 spy = ["-m", "cProfile", "-o", profile] if profile and name == "router" else []
                 command = [sys.executable, *spy, "-m", f"radixmesh.daemons.{words[0]}", *words[1:]]
                 running[name] = await asyncio.to_thread(subprocess.Popen, command, env=environment)
             await until_ready(port, prompts[0][:200])
-            await asyncio.sleep(2.0)
+            # A router with text reads its vocabulary some seconds after its start.
+            await asyncio.sleep(8.0 if local_outputs else 2.0)
             router = running["router"].pid
             start, idle = time.monotonic(), cpu_s(router)
             await asyncio.sleep(3.0)
@@ -173,13 +175,14 @@ def main() -> int:
     parser.add_argument("--workload", nargs="+", choices=sorted(WORKLOADS), default=["groups", "long"])
     parser.add_argument("--port", type=int, default=18_431)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--local-outputs", type=int, default=0, help="text in the router, for so many outputs at once")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.trees]
     rows: list[dict[str, object]] = []
     for number in range(options.rounds):
         for workload in options.workload:
             for index, tree in enumerate(trees):
-                seen = asyncio.run(measure(tree, workload, options.port, options.profile))
+                seen = asyncio.run(measure(tree, workload, options.port, options.profile, options.local_outputs))
                 rows.append({"round": number, "workload": workload, "tree": index, **seen})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     medians = {

@@ -7,6 +7,7 @@ import collections
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from support.router_mesh import TINY, RouterMesh, live_through_deaths, oracle_ids, oracle_text, router_mesh
@@ -16,9 +17,7 @@ from radixmesh.daemons.router import router as router_module
 from radixmesh.daemons.router.peers import local_detokenizer
 from radixmesh.daemons.router.peers.local_detokenizer import LocalDetokenizer
 from radixmesh.daemons.router.requests.journal import Output
-from radixmesh.daemons.runtime.detokenize.frames import read_tokens
 from radixmesh.daemons.runtime.detokenize.messages import TokenBatch
-from radixmesh.detokenizer.v1 import detokenizer_pb2
 
 PROMPT = [5, 6, 7, 8]
 MAX_TOKENS = 40
@@ -152,14 +151,14 @@ async def test_outputs_go_on_at_the_daemon_when_decoding_here_fails(monkeypatch:
         await run_many(client, range(4))
         num_frames = 0
 
-        def fail_once(message: detokenizer_pb2.TokenRows) -> TokenBatch:
+        def fail_once(**columns: Any) -> TokenBatch:
             nonlocal num_frames
             num_frames += 1
             if num_frames == 12:
                 raise RuntimeError("a bug of one output")
-            return read_tokens(message)
+            return TokenBatch(**columns)
 
-        monkeypatch.setattr(local_detokenizer, "read_tokens", fail_once)
+        monkeypatch.setattr(local_detokenizer, "TokenBatch", fail_once)
         await run_many(client, range(100, 108))
         assert num_frames == 12 and not local(mesh).is_connected
         await run_many(client, range(200, 204))

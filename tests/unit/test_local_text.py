@@ -30,7 +30,8 @@ class Clock:
 
 
 async def loaded(folder: Path = TINY, fingerprints: Sequence[str] = (OURS,), clock: Clock | None = None) -> LocalText:
-    text = LocalText(folder, lambda: fingerprints, clock or Clock())
+    clock = clock or Clock()
+    text = LocalText(folder, lambda: fingerprints, clock, cpu_clock=clock)
     await text.load()
     return text
 

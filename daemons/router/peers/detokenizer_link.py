@@ -26,7 +26,7 @@ log = get_logger(__name__)
 _Request = detokenizer_pb2.DetokenizeRequest
 _Response = detokenizer_pb2.DetokenizeResponse
 # Context for tokenizers whose decoding of a token depends on those before it.
-_PROMPT_TAIL = 16
+PROMPT_TAIL = 16
 # No token of a vocabulary has so much text.
 _MAX_TOKEN_CHARS = 4096
 
@@ -264,20 +264,26 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
                 on_text(output, text, num_tokens, False)
                 continue
             stop, num_stop = (row.stop.stop, row.stop.num_tokens) if row.HasField("stop") else ("", num_tokens)
-            self.close_entry(entry)
-            on_text(output, text, min(num_tokens, num_stop), True)
-            events.on_text_done(output, stop, num_stop)
+            self._end_text(entry, text, num_tokens, stop, num_stop)
         for failure in frame.failures:
             entry = entries.get(failure.handle)
-            if entry is None:
-                continue
-            self._forget(entry)
-            error = MeshError.from_proto(failure.error)
-            log.info("entry_failed", request_id=entry.output.request.request_id, error=str(error))
-            if failure.is_lost:
-                events.on_entry_lost(entry.output, self)
-            else:
-                events.on_entry_failed(entry.output, error)
+            if entry is not None:
+                self._fail_entry(entry, MeshError.from_proto(failure.error), is_lost=failure.is_lost)
+
+    def _end_text(self, entry: Entry, text: str, num_tokens: int, stop: str, num_stop: int) -> None:
+        """The last text of an output. stop: what ended it after num_stop tokens, empty = no stop string."""
+        self.close_entry(entry)
+        self._events.on_text(entry.output, text, min(num_tokens, num_stop), True)
+        self._events.on_text_done(entry.output, stop, num_stop)
+
+    def _fail_entry(self, entry: Entry, error: MeshError, *, is_lost: bool) -> None:
+        """The replica has the entry no more. is_lost: it can be opened again."""
+        self._forget(entry)
+        log.info("entry_failed", request_id=entry.output.request.request_id, error=str(error))
+        if is_lost:
+            self._events.on_entry_lost(entry.output, self)
+        else:
+            self._events.on_entry_failed(entry.output, error)
 
     def _check_row(self, entry: Entry, row: detokenizer_pb2.TextRow, num_tokens: int, num_chars: int) -> None:
         """Raises PROTOCOL_VIOLATION: an output must not end, or go on, for what its tokens do not say."""
@@ -310,7 +316,7 @@ def _open_of(entry: Entry, shares_with: int | None) -> detokenizer_pb2.Open:
     )
     if shares_with is None:
         message.request_id = resolved.request_id
-        message.prompt_tail_ids = resolved.prompt_ids[-4 * _PROMPT_TAIL :]
+        message.prompt_tail_ids = resolved.prompt_ids[-4 * PROMPT_TAIL :]
         message.stop.CopyFrom(stop_to_proto(resolved.stop))
         message.eos_ids = pack_ints(sorted(output.request.end_ids))
         message.trace_context = output.request.trace_context

@@ -33,7 +33,7 @@ log = get_logger(__name__)
 LOAD_AFTER_S = 3.0
 # Of a text or a rendered chat, UTF-8 bytes: 1.5 ms of the event loop.
 _MAX_TEXT_BYTES = 8 << 10
-# CPU seconds of a chat template, and seconds of an encoding with all around it, beyond which there is a rest.
+# CPU seconds of a chat template, and of an encoding with all around it, beyond which there is a rest.
 _MAX_RENDER_S, _MAX_ENCODE_S = 0.005, 0.01
 _REST_S = 60.0
 # Of the event loop's time, and seconds of it at once: encoding many prompts is what tokenizers have cores for.
@@ -45,7 +45,8 @@ _MAX_STOPS, _MAX_STOP_BYTES, _MAX_REPLAYED = 8, 128, 1024
 class LocalText:
     """Encodes and makes tables of decoders once load() is over. fingerprints: those of the tokenizers of all served
     models, "" = not told; unless there are some, and all are this one's, a request is for the daemons. on_encoded:
-    called per answer. clock: monotonic seconds."""
+    called per answer. clock: monotonic seconds. cpu_clock: seconds that this thread has run: a busy machine interrupts
+    an encoding for longer than it takes."""
 
     def __init__(
         self,
@@ -53,10 +54,12 @@ class LocalText:
         fingerprints: Callable[[], Iterable[str]],
         clock: Callable[[], float] = time.monotonic,
         on_encoded: Callable[[], object] = lambda: None,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._folder = folder
         self._fingerprints = fingerprints
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._on_encoded = on_encoded
         self._codec: TextCodec | None = None
         self._family: DecoderFamily | None = None
@@ -93,6 +96,7 @@ class LocalText:
         # Until a scheduler has said what is served, a tokenizer may know better which vocabulary that is.
         if not told or any(other and other != fingerprint for other in told):
             return None
+        begun_s = self._cpu_clock()
         try:
             answer = run_whole(encode_request(lambda: codec, request))
         except MeshError:
@@ -103,7 +107,7 @@ class LocalText:
                 raise
             self._rest(f"{type(error).__name__}: {error}")
             return None
-        took_s = self._clock() - since_s
+        took_s = self._cpu_clock() - begun_s
         self._spent_s += took_s
         if took_s > _MAX_ENCODE_S:
             self._rest(f"{took_s:.3f} s for {request.ByteSize()} bytes")

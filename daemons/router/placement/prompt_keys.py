@@ -54,7 +54,7 @@ class PromptKeys:
             self._grow(end)
         values += np.uint64(1)  # A token 0 counts as well: prefixes that differ by it alone have other sums.
         values *= self._weights[start:end]
-        np.cumsum(values, out=values)
+        values.cumsum(out=values)
         values += np.uint64(before)
         return values
 

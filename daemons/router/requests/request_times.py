@@ -18,13 +18,15 @@ class RequestTimes:
         self, metrics: Metrics, tracer: Tracer | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._metrics = metrics
         self.tracer = tracer or NoTracer()
         self._first_token = metrics.time_to_first_token_seconds
         self._inter_token = metrics.inter_token_latency_seconds
         self._tokenizer = metrics.hop_seconds.labels("tokenizer")
         self._scheduler = metrics.hop_seconds.labels("scheduler")
         self._detokenizer = metrics.hop_seconds.labels("detokenizer")
+        self._decisions = {reason: metrics.routing_decisions.labels(reason) for reason in ("cached", "spread", "new")}
+        self._cached = metrics.routed_tokens.labels("cached")
+        self._uncached = metrics.routed_tokens.labels("uncached")
 
     def opened(self, request_id: str, parent: str, resumption: int) -> Span:
         """A client has come. parent: the context that it sent, or that of the stream which broke."""
@@ -49,9 +51,9 @@ class RequestTimes:
 
     def routed(self, decision: Decision) -> None:
         """An output is submitted where placement decided."""
-        self._metrics.routing_decisions.labels(decision.reason).inc()
-        self._metrics.routed_tokens.labels("cached").inc(decision.matched_tokens)
-        self._metrics.routed_tokens.labels("uncached").inc(decision.num_tokens - decision.matched_tokens)
+        self._decisions[decision.reason].inc()
+        self._cached.inc(decision.matched_tokens)
+        self._uncached.inc(decision.num_tokens - decision.matched_tokens)
 
     def first_token_came(self, output: Output) -> None:
         """The first token that this router has of an output came from its scheduler."""

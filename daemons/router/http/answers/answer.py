@@ -11,6 +11,7 @@ from radixmesh.daemons.router.http.answers.request_group import RequestGroup
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.request_types.constraints import named_by
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
+from radixmesh.daemons.router.http.server.connection import connection_of
 from radixmesh.router.v1 import router_pb2
 
 
@@ -25,7 +26,7 @@ async def run_whole(
 
     constrained_by: as EventStream's.
     """
-    async with ClientWatch(request.receive) as watch:
+    async with ClientWatch(connection_of(request.scope)) as watch:
         group = RequestGroup(context.router, requests, watch.interrupt)
         try:
             with named_by(constrained_by):

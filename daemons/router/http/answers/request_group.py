@@ -29,15 +29,17 @@ class RequestGroup:
     ) -> None:
         self._streams: list[RequestStream] = []
         self._pumps: list[asyncio.Task[None]] = []
-        # One entry: a pump waits, and its delivery merges, until the consumer has taken what is there.
-        self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
         self._num_open = len(requests)
-        # A thousand prompts at once at the tokenizers, from each of some clients, are more than the event loop takes.
-        self._starts = asyncio.Semaphore(_MAX_STARTING)
         self._being_written: RequestStream | None = None
         self._place_written = 0
-        # By index of the prompt: the message of this request that was in the queue last is written.
-        self._is_written = [asyncio.Event() for _ in requests]
+        if len(requests) > 1:
+            # One entry: a pump waits, and its delivery merges, until the consumer has taken what is there.
+            self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
+            # A thousand prompts at once at the tokenizers, from each of some clients, are more than the event loop
+            # takes.
+            self._starts = asyncio.Semaphore(_MAX_STARTING)
+            # By index of the prompt: the message of this request that was in the queue last is written.
+            self._is_written = [asyncio.Event() for _ in requests]
         try:
             for request in requests:
                 stream = router.open(request, while_draining=True)

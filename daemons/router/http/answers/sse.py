@@ -17,7 +17,7 @@ from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.request_types.constraints import named_by
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
-from radixmesh.daemons.router.http.server.connection import CONNECTION_EXTENSION, ConnectionHandle
+from radixmesh.daemons.router.http.server.connection import ConnectionHandle, connection_of
 from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
@@ -85,13 +85,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         group: RequestGroup | None = None
         self._path = scope["path"]
-        connection: ConnectionHandle | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        connection = connection_of(scope)
         try:
-            async with ClientWatch(receive) as watch:
+            async with ClientWatch(connection) as watch:
                 group = RequestGroup(self._context.router, self._requests, watch.interrupt)
-                if connection is not None:
-                    connection.on_progress = group.progressed
-                    connection.on_writable = group.resume
+                connection.on_progress = group.progressed
+                connection.on_writable = group.resume
                 running = self._run(group, send, connection)
                 if not group.is_single:
                     # A task of its own: every event would otherwise be resumed through the server's and the framework's
@@ -102,15 +101,14 @@ class EventStream(Response):
         except ClientGone:
             if not self._is_started:
                 raise
-            if group is not None and group.error() is not None and connection is not None:
+            if group is not None and group.error() is not None:
                 await _cut(connection, receive)
         finally:
-            if connection is not None:
-                connection.on_progress = connection.on_writable = None
+            connection.on_progress = connection.on_writable = None
             if group is not None:
                 group.close()
 
-    async def _run(self, group: RequestGroup, send: Send, connection: ConnectionHandle | None) -> None:
+    async def _run(self, group: RequestGroup, send: Send, connection: ConnectionHandle) -> None:
         item = await self._first_news(group)
         await self._send_all(group, item, send, connection)
 
@@ -130,7 +128,7 @@ class EventStream(Response):
             return None
 
     async def _send_all(
-        self, group: RequestGroup, item: GroupMessage | None, send: Send, connection: ConnectionHandle | None
+        self, group: RequestGroup, item: GroupMessage | None, send: Send, connection: ConnectionHandle
     ) -> None:
         events = self._writer.begin()
         try:
@@ -140,7 +138,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if events:
                 await send(_part(events))
-            if connection is not None and group.is_single:
+            if group.is_single:
                 await group.push(_sink_of(self._writer, connection))
             while (item := await group.next()) is not None:
                 events = self._writer.write(*item)

@@ -19,6 +19,7 @@ from radixmesh.daemons.router.http.bodies.field_decoders import decode, decoders
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import judge
 from radixmesh.daemons.router.http.bodies.parser_pool import ParserPool
+from radixmesh.daemons.router.http.server.connection import connection_of
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 IGNORED_HEADER = "x-radixmesh-ignored-fields"
@@ -121,6 +122,8 @@ class BodyReader:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self.max_bytes:
             raise self._too_large(int(announced))
+        if connection_of(request.scope).has_whole_body:
+            return await self._gather(request, share)  # It waits for nobody.
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await self._gather(request, share)
@@ -217,8 +220,11 @@ def _shape(kind: Hashable) -> _Shape:
 
 def _check_utf8(data: Bytes) -> None:
     """Raises MALFORMED_MESSAGE. Block by block: the text of a large body would be up to four times its size."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
+        if len(data) <= _UTF8_BLOCK:
+            codecs.utf_8_decode(data, "strict", True)
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")()
         for start in range(0, len(data), _UTF8_BLOCK):
             decoder.decode(data[start : start + _UTF8_BLOCK])
         decoder.decode(b"", final=True)

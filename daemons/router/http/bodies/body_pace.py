@@ -7,6 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixmesh.daemons.router.http.bodies.body import UnreadBody
+from radixmesh.daemons.router.http.server.connection import connection_of
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 # Before the pace counts: the start of a connection is slow.
@@ -22,7 +23,7 @@ class BodyPace:
         self._min_rate = min_rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        if scope["type"] == "http" and scope["method"] == "POST" and not connection_of(scope).has_whole_body:
             receive = _PacedBody(receive, self._min_rate).receive
         await self._app(scope, receive, send)
 

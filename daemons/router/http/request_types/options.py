@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Self
 
@@ -41,6 +42,7 @@ Name = Annotated[str, Meta(max_length=256)]
 RequestId = Annotated[str, Meta(pattern=HTTP_REQUEST_ID_PATTERN)]
 
 _MAX_U64 = (1 << 64) - 1
+_constraints_of: Callable[[object], tuple[Bytes | None, ...]] = attrgetter(*NAMES)
 _INT = msgspec.json.Decoder(int)
 _IDS = msgspec.json.Decoder(list[Int32])
 _STOPS = msgspec.json.Decoder(list[str])
@@ -113,14 +115,17 @@ class GenerationOptions(TokenOptions):
     constrained_by: str = ""
 
     def settled(self) -> Self:
-        by = constraining_field(self)
-        if self.stream_options is None:
-            return replace(self, constrained_by=by) if by else self
-        options = read_object(self.stream_options, StreamOptions, "stream_options")
-        if not (options.include_usage or options.ignored or by):
-            return self
-        ignored = (*self.ignored, *options.ignored)
-        return replace(self, includes_usage=bool(options.include_usage), ignored=ignored, constrained_by=by)
+        sent = _constraints_of(self)
+        by = "" if sent.count(None) == len(sent) else constraining_field(self)
+        own: dict[str, object] = {"constrained_by": by} if by else {}
+        if self.stream_options is not None:
+            options = read_object(self.stream_options, StreamOptions, "stream_options")
+            if options.include_usage or options.ignored:
+                own["includes_usage"], own["ignored"] = bool(options.include_usage), (*self.ignored, *options.ignored)
+        # It was made a moment ago, and nobody else has it: a copy of so many fields costs more than reading them.
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+        return self
 
     @property
     def num_outputs(self) -> int:
@@ -155,7 +160,12 @@ class GenerationOptions(TokenOptions):
             stop.max_tokens = max_tokens
         sampling_from_proto(sampling)
         stop_from_proto(stop)
-        grammar, field = grammar_of({name: getattr(self, name) for name in NAMES})
+        sent = _constraints_of(self)
+        # Of a dozen fields, as a rule none is there.
+        if sent.count(None) == len(sent):
+            grammar, field = None, ""
+        else:
+            grammar, field = grammar_of(dict(zip(NAMES, sent, strict=True)))
         if grammar is not None:
             try:
                 grammar_source(grammar)

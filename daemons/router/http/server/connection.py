@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import httptools
 from starlette.responses import Response
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from radixmesh.daemons.router.http.errors import ErrorResponse, plain_error
@@ -40,17 +41,34 @@ def _takes_nothing(data: bytes) -> bool:
 class ConnectionHandle:
     """A request's handle on its connection. cut(): ends it at once, whatever its client has not read yet.
     write_part(): a part of the body of an answer without a length, past the application's layers; False if the client
-    takes no more for now. on_progress: called when the client has taken bytes while more wait. on_writable: called when
-    it takes more again. Both are set by the request that is being answered."""
+    takes no more for now. has_whole_body: all of the request's body is here; False where that is not sure. is_gone: the
+    client has left. on_progress: called when the client has taken bytes while more wait. on_writable: called when it
+    takes more again. on_gone: called when it leaves. All three are set by the request that is being answered."""
 
     cut: Callable[[], None]
     write_part: Callable[[bytes], bool]
+    has_whole_body: bool = False
+    is_gone: bool = False
     on_progress: Callable[[], None] | None = None
     on_writable: Callable[[], None] | None = None
+    on_gone: Callable[[], None] | None = None
 
     def progressed(self) -> None:
         if self.on_progress is not None:
             self.on_progress()
+
+    def lost(self) -> None:
+        """There is no client any more."""
+        self.is_gone = True
+        if self.on_gone is not None:
+            self.on_gone()
+
+
+def connection_of(scope: Scope) -> ConnectionHandle:
+    """The connection of a request in this server."""
+    handle = scope["extensions"][CONNECTION_EXTENSION]
+    assert isinstance(handle, ConnectionHandle)
+    return handle
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._writing.stop()
         self.limits.waiting.pop(self, None)
         super().connection_lost(exc)
+        self._handle.lost()
         # The handle leads back here. A connection that waits for the garbage collector keeps its TLS session, which the
         # next one could resume without its certificate.
         self._handle.write_part = _takes_nothing
@@ -152,6 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_discarded = 0
         self._stop_timer()
         self.limits.waiting.pop(self, None)
+        self._handle.has_whole_body = False
         self.scope["extensions"] = {CONNECTION_EXTENSION: self._handle}  # type: ignore[dict-item]
         super().on_headers_complete()
         if self.limits.is_retiring:
@@ -164,6 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head.report()
         self._is_in_message = False
+        self._handle.has_whole_body = True
         super().on_message_complete()
         if self.cycle.response_complete:
             self._wait_for_request()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.sampling import sampling_to_proto, stop_to_proto
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -26,8 +24,7 @@ def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = F
         prompt_ids=resolved.prompt_ids,
         resumed_output_ids=output.ids.tobytes(),
         sampling=sampling_to_proto(resolved.sampling),
-        # The detokenizer looks for stop strings.
-        stop=stop_to_proto(replace(resolved.stop, stop=())),
+        stop=stop_to_proto(resolved.stop),
         logprobs_start=_logprobs_start(output),
         cache_salt=resolved.cache_salt,
         priority=resolved.priority,
@@ -36,6 +33,8 @@ def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = F
         trace_context=request.trace_context,
         transfer_id=output.transfer_id,
     )
+    # The detokenizer looks for stop strings.
+    submit.stop.ClearField("stop")
     if request.grammar is not None:
         submit.grammar_hash = request.grammar.hash
         if with_blob:

@@ -127,6 +127,9 @@ def end_ids_of(resolved: ResolvedRequest) -> frozenset[int]:
 
 def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
     """Raises TOKEN_OUT_OF_VOCABULARY, naming the first id outside [0, vocab_size)."""
+    # Negative ids are large ones without a sign.
+    if not len(ids) or ids.view(np.uint32).max() < vocab_size:
+        return
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if len(outside):
         position = int(outside[0])
@@ -155,9 +158,11 @@ def check_prompt(prompt_ids: bytes, identity: ServedIdentity) -> int:
 
 
 def check_options(sampling: Sampling, stop: Stop, identity: ServedIdentity) -> None:
-    bias_ids = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
-    check_ids(bias_ids, identity.vocab_size, "logit_bias_ids")
-    check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
+    if sampling.logit_bias:
+        bias_ids = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
+        check_ids(bias_ids, identity.vocab_size, "logit_bias_ids")
+    if stop.stop_ids:
+        check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
 
 
 def check_names(**names: str) -> None:
