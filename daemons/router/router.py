@@ -242,9 +242,13 @@ class Router:
 
     async def start(self, stream: RequestStream) -> Request:
         message = stream.message
-        set_context(stream.span.context)  # For the tokenizer: this runs in a task of its own.
         make = self._maker.resumed if message.HasField("resume") else self._maker.fresh
-        return await make(message, stream.request_id, stream.delivery)
+        parent = current_context()
+        set_context(stream.span.context)  # For the tokenizer.
+        try:
+            return await make(message, stream.request_id, stream.delivery)
+        finally:
+            set_context(parent)
 
     def begin(self, stream: RequestStream, request: Request) -> None:
         request.span = stream.span

@@ -37,6 +37,12 @@ def unpack_ints(data: bytes, field: str) -> IntArray:
     return np.frombuffer(data, dtype=_I32)
 
 
+def unpack_list(data: bytes, field: str) -> list[int]:
+    """The values of unpack_ints() as a list: for short arrays, without an array of numpy in between."""
+    _check_length(data, field)
+    return memoryview(data).cast("i").tolist()
+
+
 def pack_floats(values: Sequence[float] | FloatArray) -> bytes:
     """Little-endian float32 bytes of `values`."""
     return np.asarray(values, dtype=_F32).tobytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -198,6 +197,8 @@ def _or(message: common_pb2.SamplingParams, field: str, default: float) -> float
 
 
 def _logit_bias(message: common_pb2.SamplingParams) -> tuple[tuple[int, float], ...]:
+    if not message.logit_bias_ids and not message.logit_bias_values:
+        return ()
     ids = unpack_ints(message.logit_bias_ids, "logit_bias_ids")
     values = unpack_floats(message.logit_bias_values, "logit_bias_values")
     if len(ids) != len(values):
@@ -211,7 +212,8 @@ def _logit_bias(message: common_pb2.SamplingParams) -> tuple[tuple[int, float], 
 
 
 def _check_range(field: str, value: float, low: float, high: float) -> None:
-    if math.isnan(value) or not low <= value <= high:
+    # NaN is within nothing.
+    if not low <= value <= high:
         raise MeshError(
             common_pb2.ERROR_REASON_INVALID_ARGUMENT,
             f"{field} is {_in_full(value)}: choose a value in [{_in_full(low)}, {_in_full(high)}]",

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlans
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
-from radixmesh.daemons.router.http.app import make_app
+from radixmesh.daemons.router.http.app import PostPaths, make_app
 from radixmesh.daemons.router.http.bodies.body import BodyReader
 from radixmesh.daemons.router.http.bodies.body_budget import BodyBudget
 from radixmesh.daemons.router.http.bodies.body_pace import BodyPace
@@ -58,7 +58,8 @@ def make_http_server(
         responses=ResponseStore(settings.http_responses_bytes),
         flush_cache=partial(flush_cache, tls=settings.tls),
     )
-    app: ASGIApp = JsonOnly(BodyPace(make_app(context, hidden=_hidden(settings)), settings.http_min_body_rate))
+    app: ASGIApp = PostPaths(make_app(context, hidden=_hidden(settings)))
+    app = JsonOnly(BodyPace(app, settings.http_min_body_rate))
     app = SessionHeader(app)
     if runtime.tracer.is_on:
         app = TraceHeader(app)

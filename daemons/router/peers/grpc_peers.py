@@ -14,7 +14,7 @@ from radixmesh.daemons.router.peers.encode_stream import EncodeStream
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerReplica
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Trim
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.rpc.channel import open_channel
@@ -189,7 +189,7 @@ def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
             for insert in message.inserts
         ],
         trims=[Trim(node=trim.node, num_left=trim.num_left) for trim in message.trims],
-        evicted=unpack_ints(message.evicted_nodes, "evicted_nodes").tolist(),
+        evicted=unpack_list(message.evicted_nodes, "evicted_nodes"),
     )
 
 

@@ -17,7 +17,7 @@ from radixmesh.daemons.router.peers.frame_stream import FrameStream
 from radixmesh.daemons.router.peers.local_text import LocalText, is_cheap
 from radixmesh.daemons.router.peers.peer_link import LinkState
 from radixmesh.daemons.router.requests.journal import Output
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 from radixmesh.daemons.runtime.detokenize.decoder_table import DecoderTable
 from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, Pending, TextDelta, TokenBatch
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
@@ -185,7 +185,7 @@ def _open_of(entry: Entry) -> OpenEntry:
     return OpenEntry(
         handle=entry.handle,
         request_id=resolved.request_id,
-        prompt_tail_ids=unpack_ints(resolved.prompt_ids[-4 * PROMPT_TAIL :], "prompt_ids").tolist(),
+        prompt_tail_ids=unpack_list(resolved.prompt_ids[-4 * PROMPT_TAIL :], "prompt_ids"),
         output_ids=output.ids.tolist(),
         emitted_text_bytes=output.text_bytes,
         stops=resolved.stop.stop,

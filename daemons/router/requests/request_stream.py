@@ -47,7 +47,8 @@ class RequestStream:
         self.request: Request | None = None
         self.error: MeshError | None = None
         self.on_broken: Callable[[], None] | None = None
-        self._starting: asyncio.Task[Request] | None = None
+        # The consumer's task while it resolves the request.
+        self._starting: asyncio.Task[object] | None = None
         self._is_started = False
         self._is_closed = False
 
@@ -80,19 +81,17 @@ class RequestStream:
             self._owner.release(self)
 
     async def _start(self) -> None:
-        # A task of its own, so that an abort can end it.
-        self._starting = asyncio.ensure_future(self._owner.start(self))
+        task = self._starting = asyncio.current_task()
+        assert task is not None
         try:
-            request = await self._starting
+            request = await self._owner.start(self)
         except asyncio.CancelledError:
-            if self.error is not None and self._starting.cancelled():
+            # By fail(), or because the consumer itself is to end: then more than one has asked for it.
+            if self.error is not None and not task.uncancel():
                 raise self.error from None
-            self._starting.cancel()
             raise
         finally:
             self._starting = None
-        if self.error is not None:
-            raise self.error
         self.request = request
         self._owner.begin(self, request)
         # The scheduler's frame leaves ahead of the first message to the client, which the client can use no sooner than

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_ints, unpack_list
 from radixmesh.daemons.runtime.detokenize.messages import EntryFailure, OpenEntry, Pending, TextDelta, TokenBatch
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
@@ -41,7 +41,7 @@ def _sibling_of(message: detokenizer_pb2.Open, other: OpenEntry | None) -> OpenE
     return replace(
         other,
         handle=message.handle,
-        output_ids=unpack_ints(message.output_ids, "opens.output_ids").tolist(),
+        output_ids=unpack_list(message.output_ids, "opens.output_ids"),
         emitted_text_bytes=message.emitted_text_bytes,
     )
 
@@ -53,13 +53,13 @@ def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
     return OpenEntry(
         handle=message.handle,
         request_id=message.request_id,
-        prompt_tail_ids=unpack_ints(message.prompt_tail_ids, "opens.prompt_tail_ids").tolist(),
-        output_ids=unpack_ints(message.output_ids, "opens.output_ids").tolist(),
+        prompt_tail_ids=unpack_list(message.prompt_tail_ids, "opens.prompt_tail_ids"),
+        output_ids=unpack_list(message.output_ids, "opens.output_ids"),
         emitted_text_bytes=message.emitted_text_bytes,
         stops=tuple(stop.stop),
         include_stop=stop.include_stop,
         skip_special_tokens=not stop.HasField("skip_special_tokens") or stop.skip_special_tokens,
-        eos_ids=frozenset(unpack_ints(message.eos_ids, "opens.eos_ids").tolist()),
+        eos_ids=frozenset(unpack_list(message.eos_ids, "opens.eos_ids")),
         trace_context=message.trace_context,
     )
 

@@ -8,7 +8,7 @@ from radixmesh.daemons.router.chat.text_reader import TextReader
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Delta
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 
 
 class OutputReader:
@@ -39,7 +39,7 @@ class OutputReader:
         """The same. ids: an i32 array."""
         parts = self._parser.feed(text)
         if self._thinker is not None:
-            self._tokens.add(unpack_ints(ids, "ids").tolist(), self._thinker.reasoning_read())
+            self._tokens.add(unpack_list(ids, "ids"), self._thinker.reasoning_read())
         return self._plan.shown(parts)
 
     def finish(self) -> list[ChatPart]:

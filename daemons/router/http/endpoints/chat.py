@@ -25,7 +25,7 @@ from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.request_types.chat_request import ChatRequest
 from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 from radixmesh.router.v1 import router_pb2
 
 
@@ -58,7 +58,7 @@ class ChatEndpoint:
         told_ids = {"prompt_token_ids": prompt_ids_of(answer.resolved)} if body.return_token_ids else {}
         told: dict[str, object] = {}
         if table is not None and body.prompt_logprobs is not None and answer.prompt_logprobs is not None:
-            prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+            prompt_ids = unpack_list(answer.resolved.prompt_ids, "prompt_ids")
             check_prompt_entries(len(prompt_ids), body.prompt_logprobs)
             run = answer.prompt_logprobs.cut(body.prompt_logprobs)
             told["prompt_logprobs"] = prompt_logprobs(prompt_ids, run, table)
@@ -120,7 +120,7 @@ class ChatEvents(EventWriter):
         events: list[bytes] = []
         for delta in update.deltas:
             logprobs = None
-            ids = unpack_ints(delta.ids, "ids").tolist() if self._has_ids or self._has_logprobs else []
+            ids = unpack_list(delta.ids, "ids") if self._has_ids or self._has_logprobs else []
             if self._table is not None and ids:
                 logprobs = chat_logprobs(ids, LogprobRun.of(delta.logprobs), self._table)
             if self._readers:

@@ -23,7 +23,7 @@ from radixmesh.daemons.router.http.request_types.completion_request import Compl
 from radixmesh.daemons.router.http.request_types.prompts import name_requests
 from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -59,7 +59,7 @@ class CompletionEndpoint:
             first = len(choices)
             made = [_choice(first + i, answer, i, echo, table, body) for i in range(len(answer.outputs))]
             if table is not None and body.prompt_logprobs is not None and answer.prompt_logprobs is not None:
-                prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+                prompt_ids = unpack_list(answer.resolved.prompt_ids, "prompt_ids")
                 told = prompt_logprobs(prompt_ids, answer.prompt_logprobs.cut(body.prompt_logprobs), table)
                 made = [{**choice, "prompt_logprobs": told} for choice in made]
             if body.return_token_ids:
@@ -127,11 +127,11 @@ class CompletionEvents(EventWriter):
         for delta in update.deltas:
             index = first + delta.index
             if self._has_logprobs and delta.ids:
-                ids = unpack_ints(delta.ids, "ids").tolist()
+                ids = unpack_list(delta.ids, "ids")
                 logprobs = self._logprobs[index].of(ids, LogprobRun.of(delta.logprobs))
                 events.append(event(self._chunk(index, delta.text, logprobs=logprobs, ids=ids)))
             elif self._has_ids:
-                events.append(event(self._chunk(index, delta.text, ids=unpack_ints(delta.ids, "ids").tolist())))
+                events.append(event(self._chunk(index, delta.text, ids=unpack_list(delta.ids, "ids"))))
             elif delta.text:
                 before, after = self._around[index]
                 events += (before, dump(delta.text), after)
@@ -204,7 +204,7 @@ def _logprobs(
     num_top = body.logprobs or 0
     if answer.prompt_logprobs is None or not body.echo:
         return form.of(output.ids, output.logprobs.cut(num_top))
-    prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+    prompt_ids = unpack_list(answer.resolved.prompt_ids, "prompt_ids")
     prompt = form.of(prompt_ids, answer.prompt_logprobs.cut(num_top), is_start=True)
     rest = form.of(output.ids, output.logprobs.cut(num_top))
     return {name: _joined(values, rest[name]) for name, values in prompt.items()}

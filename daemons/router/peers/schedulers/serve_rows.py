@@ -9,7 +9,7 @@ from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
 from radixmesh.daemons.router.peers.schedulers.serve_checks import ServeChecks
 from radixmesh.daemons.router.requests.journal import Output, OutputState
 from radixmesh.daemons.router.requests.updates import Logprobs
-from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_list
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -31,10 +31,10 @@ class ServeRows:
 
     def take_tokens(self, batch: scheduler_pb2.TokenBatch, vocab_size: int) -> tuple[list[Output], int]:
         """Appends a batch; outputs with new ids and the number of these. The hot path: once per step."""
-        handles = unpack_ints(batch.handles, "tokens.handles").tolist()
-        attempts = unpack_ints(batch.attempts, "tokens.attempts").tolist()
-        firsts = unpack_ints(batch.first_output_indexes, "tokens.first_output_indexes").tolist()
-        counts = unpack_ints(batch.counts, "tokens.counts").tolist()
+        handles = unpack_list(batch.handles, "tokens.handles")
+        attempts = unpack_list(batch.attempts, "tokens.attempts")
+        firsts = unpack_list(batch.first_output_indexes, "tokens.first_output_indexes")
+        counts = unpack_list(batch.counts, "tokens.counts")
         self._checks.batch(handles, attempts, firsts, counts, batch.ids, vocab_size)
         ids, running, version = batch.ids, self._running, batch.weights_version
         is_running = OutputState.RUNNING

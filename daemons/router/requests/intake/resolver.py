@@ -10,7 +10,7 @@ import numpy as np
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.intake.resolved import ResolvedRequest
 from radixmesh.daemons.router.served_identity import ServedIdentity
-from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints
+from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints, unpack_list
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.generation_config import with_sampling_defaults
@@ -121,7 +121,7 @@ def end_ids_of(resolved: ResolvedRequest) -> frozenset[int]:
     """Ids that end an output: stop ids, and EOS unless ignored."""
     end_ids = set(resolved.stop.stop_ids)
     if not resolved.stop.ignore_eos:
-        end_ids.update(unpack_ints(resolved.model_identity.eos_ids, "eos_ids").tolist())
+        end_ids.update(unpack_list(resolved.model_identity.eos_ids, "eos_ids"))
     return frozenset(end_ids)
 
 
