@@ -68,7 +68,8 @@ class LocalDetokenizer(DetokenizerLink):
 
     def mark(self, entry: Entry) -> None:
         self._dirty[entry.handle] = entry
-        self.wake()
+        if not self._has_turn:
+            self.wake()
 
     def _starts(self) -> bool:
         vocabulary = self._text.vocabulary
@@ -125,7 +126,7 @@ class LocalDetokenizer(DetokenizerLink):
         return Pending(deltas + new_deltas, failures + new_failures)
 
     def _next_rows(self) -> TokenBatch | None:
-        """What marked entries have beyond what was decoded. The hot path: once per frame."""
+        """Ids of marked entries that are not decoded yet. The hot path: once per frame."""
         handles: list[int] = []
         firsts: list[int] = []
         counts: list[int] = []

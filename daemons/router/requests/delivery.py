@@ -161,7 +161,7 @@ class Delivery:
         except Exception as error:
             # Of the writer, or an output's own failure: the consumer raises it, and the pacer's other turns go on.
             self._error = self._error or error
-        if self._error is not None or self._is_over:
+        if self._error is not None or not self._num_unfinished:
             self._has_news.set()
 
     def _raise_failure(self) -> None:

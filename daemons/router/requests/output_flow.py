@@ -141,7 +141,7 @@ class OutputFlow:
             output.num_charged = num_ids
             if output.logprobs is not None:
                 charge(request, output.logprobs.take_added())
-            if request.has_text:
+            if not request.resolved.ids_only:
                 push(output)
             else:
                 output.num_seen = num_ids

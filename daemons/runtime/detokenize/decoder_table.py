@@ -78,7 +78,10 @@ class DecoderTable:
             return _failure_of(entry.handle, error)
         self._budget.take()
         self._entries[entry.handle] = decoder
-        return _delta_of(entry.handle, decoder, text) if entry.output_ids else None
+        if not entry.output_ids:
+            return None
+        offset = entry.emitted_text_bytes
+        return TextDelta(entry.handle, offset, text, decoder.num_tokens, decoder.stop, decoder.is_final)
 
     def push(self, batch: TokenBatch) -> tuple[list[TextDelta], list[EntryFailure]]:
         """Decodes new tokens; deltas and failures are in the order of the rows. The hot path: once per frame."""
@@ -103,7 +106,7 @@ class DecoderTable:
             start += decoder.num_tokens - first  # Tokens seen before; none, as a rule.
             if start >= end and not is_last:
                 continue
-            ids = all_ids[start:end]
+            ids, offset = all_ids[start:end], decoder.text_bytes
             try:
                 if not are_ids_inside:
                     self._check_ids(ids, decoder.num_tokens)
@@ -114,7 +117,7 @@ class DecoderTable:
                 self._drop(handle)
                 failures.append(_failure_of(handle, error))
                 continue
-            deltas.append(_delta_of(handle, decoder, text))
+            deltas.append(TextDelta(handle, offset, text, decoder.num_tokens, decoder.stop, decoder.is_final))
         return deltas, failures
 
     def num_tokens(self, handle: int) -> int | None:
@@ -181,8 +184,3 @@ class DecoderTable:
 def _failure_of(handle: int, error: MeshError) -> EntryFailure:
     """Without the frames that the error went through: until it is read they hold what was sent, maybe a million ids."""
     return EntryFailure(handle, False, error.with_traceback(None))
-
-
-def _delta_of(handle: int, decoder: OutputDecoder, text: str) -> TextDelta:
-    size = len(text) if text.isascii() else len(text.encode())
-    return TextDelta(handle, decoder.text_bytes - size, text, decoder.num_tokens, decoder.stop, decoder.is_final)

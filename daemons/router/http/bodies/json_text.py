@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-_ENCODER = msgspec.json.Encoder()
-
-
-def dump(value: object) -> bytes:
-    """Compact JSON of plain Python values; NaN and infinities, which JSON lacks, are null."""
-    return _ENCODER.encode(value)
+dump: Callable[[object], bytes] = msgspec.json.Encoder().encode
+"""Compact JSON of plain Python values; NaN and infinities, which JSON lacks, are null."""
 
 
 def split_at(value: object, mark: str) -> tuple[bytes, bytes]:
