@@ -41,8 +41,6 @@ log = get_logger(__name__)
 _T = TypeVar("_T")
 # Streams that are still open after drain() belong to peers that hold them for as long as we live.
 _STOP_GRACE_S = 0.5
-# Objects made and not freed, after which the collector looks for cycles among the young.
-_OBJECTS_A_COLLECTION = 10_000
 
 
 class ExitCode(IntEnum):
@@ -201,13 +199,9 @@ async def _live(
 
 
 def _spare_collector() -> None:
-    """Modules and the model live as long as the daemon: a full collection of them costs 15 ms in mid-stream.
-
-    Requests leave few cycles: looking for them after every 700 objects costs a daemon 2% of its time.
-    """
+    """Modules and the model live as long as the daemon: a full collection of them costs 15 ms in mid-stream."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_OBJECTS_A_COLLECTION)
 
 
 async def _announce(runtime: Runtime, settings: CommonSettings, endpoint: MetricsServer | None) -> None:

@@ -165,6 +165,22 @@ async def test_what_takes_long_is_left_to_tokenizers_for_a_while(monkeypatch: py
     assert text.encode(of_text("x")) is not None
 
 
+async def test_an_encoding_that_is_interrupted_is_no_reason_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine gives other processes turns in the middle of one."""
+    clock, cpu_clock = Clock(), Clock()
+    text = LocalText(TINY, lambda: (OURS,), clock, cpu_clock=cpu_clock)
+    await text.load()
+    encode = TextCodec.encode_texts
+
+    def interrupted(codec: TextCodec, *arguments: object) -> object:
+        clock.now += 0.02
+        cpu_clock.now += 0.0003
+        return encode(codec, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TextCodec, "encode_texts", interrupted)
+    assert all(text.encode(of_text("x")) is not None for _ in range(100))
+
+
 async def test_a_flood_of_prompts_takes_no_more_than_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     text = await loaded(clock=clock)
