@@ -155,6 +155,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
             self._apply(stream, request)
             del request
+            # What was submitted is planned first: listening for the next frame takes longer than that turn of the loop.
+            await asyncio.sleep(0)
 
     def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
         """One frame, in the order of its fields."""
@@ -200,7 +202,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
         for reservation in request.reservations:
             self._loop.reservations.take(reservation, stream.outbox.add_frame)
-        self._loop.notify()
+        if request.stops or request.aborts or request.reservations:
+            self._loop.notify()
+        else:
+            self._loop.submitted()
 
     def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:
         group = self._loop.planner.group

@@ -203,6 +203,7 @@ async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() 
         for number, plan in enumerate(plans):
             result = world.executor.run(plan)
             loop.take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
+        loop.settle()
 
     await loop.sender.send_plans(stream)
     answer_all()
