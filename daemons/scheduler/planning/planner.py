@@ -364,8 +364,8 @@ class Planner:
     def take_result(self, result: StepResult) -> None:
         """Takes the tokens of a result. Results of other epochs are dropped.
 
-        All else waits for settle_results(), because tokens wait for nothing: routers may have them before. Between the
-        two anything but plan() and begin_epoch() may be called.
+        All else waits for settle_results(), so that routers have the tokens before it. Between the two anything but
+        plan() may be called.
 
         Raises MeshError if the worker has diverged (a gap, rows that are not the plan's, ids outside the vocabulary):
         begin a new epoch then.

@@ -32,7 +32,9 @@ class StepQueue:
     Jobs hand their errors back as values where somebody expects them: submit()'s jobs, and their steps, must not raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, loop_s: float = _LOOP_S) -> None:
+        """loop_s: the longest that a job waits for the event loop behind an urgent outcome."""
+        self._loop_s = loop_s
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: deque[_Started] = deque()
         self._waits: SimpleQueue[StepHandle[object] | None] = SimpleQueue()
@@ -57,7 +59,7 @@ class StepQueue:
         last has its own. Threads hand over to each other once for all of them.
 
         is_urgent: where the runner computes at once, the next job lets the event loop have the interpreter's lock
-        until what `on_done` does has been done, a millisecond at most. Asynchronous runners leave it the lock anyway.
+        until what `on_done` led to has been done, for a short time at most. An asynchronous runner leaves it anyway.
         """
         loop = asyncio.get_running_loop()
 
@@ -75,7 +77,7 @@ class StepQueue:
             if last.is_done:
                 self._finish_all()
                 if is_urgent and not self._jobs.empty():
-                    _let_run(loop)
+                    _let_run(loop, self._loop_s)
             else:
                 self._waits.put(last)
 
@@ -139,12 +141,12 @@ def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[T], object], v
         loop.call_soon_threadsafe(callback, value)
 
 
-def _let_run(loop: asyncio.AbstractEventLoop) -> None:
+def _let_run(loop: asyncio.AbstractEventLoop, most_s: float) -> None:
     """Waits until the loop has gone round once more behind what it was called for."""
     has_run = threading.Lock()
     has_run.acquire()
     _call_on(loop, loop.call_soon, has_run.release)
-    has_run.acquire(timeout=_LOOP_S)
+    has_run.acquire(timeout=most_s)
 
 
 def _succeed(pair: tuple[asyncio.Future[T], T]) -> None:
