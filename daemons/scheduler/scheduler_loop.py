@@ -97,7 +97,8 @@ class SchedulerLoop:
             metrics=self._step_metrics,
         )
         self._held: asyncio.TimerHandle | None = None
-        self._has_first_tokens = False
+        self.has_first_tokens = False
+        """First tokens are on their way, and nothing else has been done of the results that brought them."""
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
 
@@ -209,7 +210,7 @@ class SchedulerLoop:
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshots)
         self._results.clear()
         self._taken.clear()
-        self._has_first_tokens = False
+        self.has_first_tokens = False
         self._loss = None
         self.sender.begin_epoch(claimed.info.max_plans_in_flight)
         now = self._clock()
@@ -266,10 +267,10 @@ class SchedulerLoop:
             self._wake.clear()
             while self._results:
                 self.take(self._results.popleft())
-            if self._has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
+            if self.has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
                 # The worker has its next step, or nothing to do: first tokens leave before anything else is done.
                 await asyncio.sleep(0)
-            self._has_first_tokens = False
+            self.has_first_tokens = False
             self.settle()
             if self._loss is not None:
                 raise self._loss
@@ -298,7 +299,7 @@ class SchedulerLoop:
         oldest = self._oldest_step()
         self.planner.take_result(result)
         self.streams.deliver(self.planner.take_outputs())
-        self._has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
+        self.has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
         self._taken.append(_Taken(result, oldest, now, self._clock() - now))
 
     def settle(self) -> None:

@@ -209,9 +209,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:
         group = self._loop.planner.group
-        wants_load = stream.outbox.wants_load
         frame = stream.outbox.take(group.weights_version if group is not None else 0)
-        if wants_load:
+        # A load is not among what a first token waits for, here and at its router: the next frame has it.
+        if stream.outbox.wants_load and not (self._loop.has_first_tokens and frame.HasField("tokens")):
             stream.outbox.wants_load = False
             frame.load.CopyFrom(load_of(self._loop, stream.submit_sequence))
         return frame
