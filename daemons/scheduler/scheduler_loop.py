@@ -303,7 +303,7 @@ class SchedulerLoop:
         self._taken.append(_Taken(result, oldest, now, self._clock() - now))
 
     def settle(self) -> None:
-        """What results leave to be done once their tokens are on their way."""
+        """Does what results leave to be done once their tokens are on their way."""
         if not self._taken:
             return
         start = self._clock()

@@ -155,7 +155,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
             self._apply(stream, request)
             del request
-            # What was submitted is planned first: listening for the next frame takes longer than that turn of the loop.
+            # The loop plans first: listening for the next frame takes longer than its turn, and nobody waits for that.
             await asyncio.sleep(0)
 
     def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
