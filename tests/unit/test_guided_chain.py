@@ -161,7 +161,7 @@ def test_tokens_that_come_while_a_chain_grows_have_their_masks_first() -> None:
 
 
 def test_a_chain_whose_masks_take_long_gives_the_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forced goes on with the output's next token."""
+    """It grows on with the next token of its output."""
     monkeypatch.setattr(guide_module, "_MOST_GROWTH_S", -1.0)
     matcher, chains = _Counting(range(1, 30)), _Noting(12)
     guide = _guide(matcher, chains)

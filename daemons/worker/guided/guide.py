@@ -49,7 +49,7 @@ class Guide:
     num_failures = 0
     """Of all guides so far: while it stays the same, no other guide has an error."""
     num_begun = 0
-    """Calls of begin() so far: while it stays the same, no tokens have come for any output."""
+    """Outputs in calls of begin() so far: while it stays the same, no tokens have come for any of them."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Guide:
         shared: list[tuple[Guide, int]] = []
         alone: list[Guide] = []
         with Guide._lock:
-            Guide.num_begun += 1
             for guide, tokens in moves:
                 if guide._is_closed:
                     continue
+                Guide.num_begun += 1
                 if guide._is_busy:
                     guide._pending += tokens
                     continue

@@ -70,11 +70,11 @@ def _step_together(shared: Sequence[tuple[Guide, int]], told_s: float) -> tuple[
         for index, guide in enumerate(guides):
             if index not in published and index not in foreseen:
                 guide.filled(words[row_of[index]] if index in row_of else None, errors.get(index))
-    growing = _growing(memory, guides, chosen, rows) if isinstance(memory, ChainMemory) else ()
-    more = Guide.rest(guides if not growing else [guide for guide in guides if guide not in set(growing)])
+    growing = frozenset(_growing(memory, guides, chosen, rows)) if isinstance(memory, ChainMemory) else frozenset()
+    more = Guide.rest(guides if not growing else [guide for guide in guides if guide not in growing])
     times_s = began_s, since_s, filled_s, published_s, time.perf_counter()
     log.debug("masks_filled", rows=len(shared), until_ms=[round((at_s - told_s) * 1e3, 3) for at_s in times_s])
-    return more, growing
+    return more, list(growing)
 
 
 def _memory_of(guides: Sequence[Guide]) -> MaskMemory | None:
