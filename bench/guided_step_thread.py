@@ -67,7 +67,7 @@ from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle  # noqa
 from radixmesh.worker.v1 import worker_pb2  # noqa: E402
 
 _PROMPT_LEN = 4
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 180.0  # Of a machine that others load: processes start all at once.
 _WARM_STEPS = 16
 _PARTS, _FIGURES = ("decode", "launch", "settle", "encode"), ("wall", "wall_mean", "wall_p95", "cpu")
 
@@ -302,7 +302,7 @@ class Worker:
         return {**{name: _summary(of_part) for name, of_part in times.items()}, "late": late, "tokens": tokens}
 
     def close(self) -> None:
-        self.executor.close()
+        self.guides.close()
         self.runner.close()
 
 
