@@ -32,7 +32,7 @@ FORCING = [
 ]
 MAX_DRAFTS = 3
 _FOLLOWED = 0.85  # Of forced ids: as likely, sampling cuts a text otherwise.
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 def until(is_done: Callable[[], bool], what: str) -> None:
