@@ -12,8 +12,9 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-OpenWatch = Callable[[str, int | None], AsyncIterator[CacheChange]]
-"""Opens a watch of the scheduler at an address, after a revision or with a snapshot. Raises MeshError as it ends."""
+OpenWatch = Callable[[str, int | None, bool], AsyncIterator[CacheChange]]
+"""Opens a watch of the scheduler at an address, after a revision or with a snapshot, with what lies in a store or
+without. Raises MeshError as it ends."""
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
@@ -30,6 +31,7 @@ class CacheFollower:
         self._open_watch = open_watch
         self._placement = placement
         self._revision: int | None = None
+        self._takes_store = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -48,7 +50,7 @@ class CacheFollower:
         while True:
             has_heard = False
             try:
-                async for change in self._open_watch(self._address, self._revision):
+                async for change in self._open_watch(self._address, self._revision, self._takes_store):
                     if change.is_reset:
                         await self._clear()
                     self._placement.apply(self._row, change)
@@ -61,15 +63,19 @@ class CacheFollower:
                     await asyncio.sleep(0)
             except MeshError as error:
                 if error.reason == ErrorReason.ERROR_REASON_RESNAPSHOT:
+                    self._takes_store = True
                     await self._begin_anew()
                 if error.reason == ErrorReason.ERROR_REASON_UNSUPPORTED:
                     log.info("cache_not_watched", address=self._address, error=str(error))
                     await self._begin_anew()
                     await asyncio.sleep(_PAUSE_S)
             except ViewTooLargeError as error:
-                log.warning("cache_view_too_large", address=self._address, error=str(error))
+                is_left_out, self._takes_store = self._takes_store, False
+                left_out = "store" if is_left_out else "all"
+                log.warning("cache_view_too_large", address=self._address, error=str(error), left_out=left_out)
                 await self._begin_anew()
-                await asyncio.sleep(_PAUSE_S)
+                # What lies in a store is the first to go: nobody may have it any more.
+                await asyncio.sleep(_RETRY_S if is_left_out else _PAUSE_S)
             except ViewError as error:
                 log.warning("cache_view_broken", address=self._address, error=str(error))
                 await self._begin_anew()

@@ -208,7 +208,8 @@ class Prefill:
             return self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
             num_parked = self._fetches.num_parked() + self._loads_from_host.num_parked()
-            self._loads = RankLoads(state, num_parked, self._loads_from_host.cost)
+            load_cost = self._loads_from_host.cost
+            self._loads = RankLoads(state, num_parked, load_cost, self._fetches.store_cost(load_cost))
         # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
         ranks = rank_order(state, draft, self._loads, sequence, limits.max_running_of_rank)
         if not ranks:
