@@ -158,7 +158,7 @@ async def test_views_equal_the_three_trees_and_no_hint_changes_an_output(seed: i
     watchers = [Watcher(world, keys, takes_store=True), Watcher(world, keys, takes_store=False)]
     stems = [rng.integers(2, 64, 120).tolist() for _ in range(6)]
     prompts = [stem[: rng.integers(40, 121)] + rng.integers(2, 64, 20).tolist() for stem in stems for _ in range(4)]
-    for turn in range(120):
+    for turn in range(90):
         world.submit(prompts[rng.integers(len(prompts))])
         if turn % 3 == 2:
             world.run(2)
