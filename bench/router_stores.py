@@ -48,7 +48,7 @@ from radixmesh.daemons.scheduler.planning.planner import Planner  # noqa: E402
 
 NUM_REPLICAS = 2
 _START_S = 300.0
-# What the KV of a token takes.
+# Of the KV of a token.
 _TOKEN_BYTES = 4096
 
 

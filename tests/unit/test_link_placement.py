@@ -152,7 +152,7 @@ def test_a_prefix_in_host_memory_costs_its_load() -> None:
 
 
 def test_a_prefix_in_a_store_costs_its_fetch() -> None:
-    """Where its store has it: on a disk that is one replica, in a shared store all that share it."""
+    """The store of one replica has it if that is a disk, and of all that share it otherwise."""
     ids = np.arange(640, dtype="<i4")
     request, prefix = PlacedRequest(prompt_ids=ids.tobytes()), ids[:608].tobytes()
     other = (ids[:608] + 1).astype("<i4").tobytes()

@@ -74,7 +74,7 @@ class CacheFollower:
                 left_out = "store" if is_left_out else "all"
                 log.warning("cache_view_too_large", address=self._address, error=str(error), left_out=left_out)
                 await self._begin_anew()
-                # What lies in a store is the first to go: nobody may have it any more.
+                # The store is the first to be left out: it may have lost what it is said to have.
                 await asyncio.sleep(_RETRY_S if is_left_out else _PAUSE_S)
             except ViewError as error:
                 log.warning("cache_view_broken", address=self._address, error=str(error))
