@@ -26,7 +26,7 @@ from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.scheduler.tiers.wait_cost import WaitCost
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
-HOST_TOKENS = 400
+HOST_TOKENS = 200
 Texts = list[tuple[list[int], list[int]]]
 
 
@@ -79,7 +79,7 @@ def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_each_prefix_goes_to_the_replica_whose_disk_has_it(tmp_path: Path) -> None:
-    """Ten texts, five at each replica, whose device and host hold two each; then one loses its worker and memory."""
+    """Ten texts, five at each replica, whose device holds two and host one; then one loses its worker and memory."""
     wanted = texts("tiny-llama", 10)
     first, second = (f"disk://{tmp_path}/{name}?budget=64MiB" for name in "ab")
     async with (
@@ -97,14 +97,15 @@ async def test_each_prefix_goes_to_the_replica_whose_disk_has_it(tmp_path: Path)
             fetched = [at.planner.fetches.num_fetched for at in both]
             before = prefilled(both)
             await mesh.recite(wanted)
-            # All but the last page of each prompt is found; half of the texts would be computed elsewhere.
-            assert prefilled(both) - before <= len(wanted) * 10
+            # All but the last page of each prompt is found, unless a fetch is late; a router that knows no store would
+            # have half of the texts computed.
+            assert prefilled(both) - before < quarter(wanted)
             assert all(at.planner.fetches.num_fetched > num for at, num in zip(both, fetched, strict=True))
             await one.restart_worker()
             await mesh.until_known(wanted, [0, 1] * 5)
             before = prefilled(both)
             await mesh.recite(wanted)
-            assert prefilled(both) - before <= len(wanted) * 10
+            assert prefilled(both) - before < quarter(wanted)
 
 
 async def test_a_shared_store_serves_prefixes_at_whichever_replica(tmp_path: Path) -> None:
@@ -112,8 +113,8 @@ async def test_a_shared_store_serves_prefixes_at_whichever_replica(tmp_path: Pat
     wanted = texts("tiny-llama", 6)
     with redis_server(tmp_path) as url:
         async with (
-            replica("tiny-llama", 4, url, host_tokens=HOST_TOKENS) as one,
-            replica("tiny-llama", 4, url, host_tokens=HOST_TOKENS) as other,
+            replica("tiny-llama", 4, url, host_tokens=1500) as one,
+            replica("tiny-llama", 4, url, host_tokens=1500) as other,
         ):
             await one.recite(wanted)
             await one.stored(wanted)
@@ -123,8 +124,13 @@ async def test_a_shared_store_serves_prefixes_at_whichever_replica(tmp_path: Pat
                 assert mesh.placement.replicas.shared_by is not None
                 before, ended = prefilled([one, other]), [num_ended(one), num_ended(other)]
                 await asyncio.gather(*(mesh.recite([text]) for text in wanted * 4))
-                assert prefilled([one, other]) - before <= 4 * len(wanted) * 10
+                assert prefilled([one, other]) - before < quarter(wanted)
                 assert num_ended(one) > ended[0] and num_ended(other) > ended[1], "the load is spread"
+
+
+def quarter(wanted: Texts) -> int:
+    """Of the tokens of prompts."""
+    return sum(len(prompt) for prompt, _ in wanted) // 4
 
 
 def num_ended(one: Replica) -> int:

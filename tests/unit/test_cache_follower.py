@@ -119,3 +119,18 @@ async def test_what_lies_in_a_store_is_left_out_first(monkeypatch: pytest.Monkey
     placement, row = await follow(source, monkeypatch, 8000)
     assert source.took_store == [True, True] and matched(placement, row) == 64
     assert placement.view_bytes > 4000
+
+
+async def test_a_flush_leaves_the_store_its_name_and_a_gap_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first report of a watch says it."""
+    changes = [
+        CacheChange(revision=1, inserts=[insert(1, tier=Tier.HOST)], store_id="s"),
+        CacheChange(revision=2, is_reset=True),
+        CacheChange(revision=3, inserts=[insert(1, tier=Tier.HOST)]),
+    ]
+    for ending, is_shared in ((GONE, True), (GAP, False)):
+        source = Source((changes, ending))
+        placement, _ = await follow(source, monkeypatch)
+        placement.replicas.shares_store(beside := placement.add("beside"), "s")
+        assert (placement.replicas.shared_by is not None) == is_shared
+        assert matched(placement, beside) == (64 if is_shared else 0)

@@ -52,7 +52,7 @@ class CacheFollower:
             try:
                 async for change in self._open_watch(self._address, self._revision, self._takes_store):
                     if change.is_reset:
-                        await self._clear()
+                        await self._clear(keeps_store=True)
                     self._placement.apply(self._row, change)
                     if self._revision is None and not change.is_snapshot:
                         tokens = self._placement.num_cached_tokens(self._row)
@@ -93,6 +93,6 @@ class CacheFollower:
         self._revision = None
         await self._clear()
 
-    async def _clear(self) -> None:
-        for _ in self._placement.lose_view(self._row):
+    async def _clear(self, *, keeps_store: bool = False) -> None:
+        for _ in self._placement.lose_view(self._row, keeps_store=keeps_store):
             await asyncio.sleep(0)

@@ -137,11 +137,13 @@ class Placement:
         if view.weights_version != version:
             self._note_versions()
 
-    def lose_view(self, row: int) -> Iterator[None]:
-        """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply()."""
+    def lose_view(self, row: int, *, keeps_store: bool = False) -> Iterator[None]:
+        """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply().
+        keeps_store: its store is the same."""
         replica = self._rows[row]
         replica.is_reported = False
-        self.replicas.shares_store(row, "")
+        if not keeps_store:
+            self.replicas.shares_store(row, "")
         replica.view.clear()
         yield from replica.view.clear_index()
 

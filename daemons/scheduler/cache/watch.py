@@ -41,8 +41,11 @@ async def watch_cache(
     """
     feed = loop.planner.cache_feed
     group = loop.planner.group
-    digest, store_id = (group.weights_digest, group.kv_store_id) if group is not None else ("", "")
-    first = scheduler_pb2.WatchCacheResponse(weights_digest=digest, store_id=store_id)
+    state = loop.planner.state
+    first = scheduler_pb2.WatchCacheResponse(
+        weights_digest=group.weights_digest if group is not None else "",
+        store_id=state.group.kv_store_id if state is not None and state.stored else "",
+    )
     takes_store = request.takes_store_tier
     if request.HasField("after_revision"):
         revision = request.after_revision
