@@ -39,7 +39,7 @@ def placement_costs(
     matched_tokens: IntColumn,
     queued_tokens: IntColumn,
     free_tokens: IntColumn,
-    num_outputs: IntColumn | FloatColumn,
+    num_outputs: IntColumn,
     load_tokens: FloatColumn | None = None,
     slowness: FloatColumn | None = None,
 ) -> FloatColumn:
@@ -52,7 +52,7 @@ def placement_costs(
     uncached = num_tokens - matched_tokens
     # A bound that all replicas have reached tells none from another: prompts without a prefix would crowd where nobody
     # waits at the moment, and uneven rows cost 3% of the tokens/s at 12 outputs a replica.
-    least = float(num_outputs.min())
+    least = int(num_outputs.min())
     counted = min(least, _MOST_HELD_UP)
     most = least + max(_MOST_HELD_UP - counted, _MOST_BEYOND)
     held_up = _HELD_UP * np.minimum(num_outputs, most) - _HELD_UP * (least - counted)

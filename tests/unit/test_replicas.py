@@ -152,28 +152,3 @@ def test_the_speed_of_a_replica_that_is_gone_says_nothing_of_the_next_one_in_its
     for number in range(100):
         replicas.add(f"s{number}")
     assert replicas.slowness(np.arange(len(replicas))) is None
-
-
-def test_outputs_of_late_count_as_there_and_fade() -> None:
-    replicas = Replicas()
-    rows = np.array([replicas.add(name) for name in "ab"])
-    for sequence in range(1, 9):
-        replicas.take_sent(0, sequence, 500, 500)
-    assert replicas.recent_outputs(rows, 10.0).tolist() == [8.0, 0.0]
-    for sequence in range(1, 8):
-        replicas.take_left(0, sequence)
-    assert replicas.recent_outputs(rows, 10.0).tolist() == [8.0, 0.0], "they have just ended"
-    later = [replicas.recent_outputs(rows, 10.0 + seconds)[0] for seconds in (0.5, 1.0, 9.0)]
-    assert 8.0 > later[0] > later[1] > later[2] == 1.0, "one is still there"
-    replicas.restart(0)
-    assert replicas.recent_outputs(rows, 19.5).tolist() == [0.0, 0.0], "another process, perhaps"
-
-
-def test_a_peak_between_two_decisions_counts() -> None:
-    replicas = Replicas()
-    rows = np.array([replicas.add("a")])
-    replicas.take_sent(0, 1, 500, 500)
-    replicas.take_left(0, 1)
-    assert replicas.recent_outputs(rows, 0.0).tolist() == [1.0]
-    replicas.remove(0)
-    assert replicas.add("b") == 0 and replicas.recent_outputs(rows, 0.0).tolist() == [0.0]

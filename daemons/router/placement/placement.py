@@ -173,7 +173,6 @@ class Placement:
             cached_tokens=table.cached_tokens[chosen],
             load_tokens=load_tokens,
             slowness=table.slowness(chosen) if self.policy.needs_matches else None,
-            recent_outputs=table.recent_outputs(chosen, self._now()) if self.policy.needs_matches else None,
         )
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
         index = self.policy.pick(num_tokens, first, candidates, request.session)

@@ -20,8 +20,7 @@ class Candidates:
     """Replicas that can take an output, in any order; every column has as many entries.
 
     rows: their numbers in `names`, the addresses of all replicas. matched_tokens: of the prompt, that the replica has
-    cached as far as the router knows. load_tokens, slowness: see placement_costs(). recent_outputs: None = num_outputs.
-    Others: see Replicas.
+    cached as far as the router knows. load_tokens, slowness: see placement_costs(). Others: see Replicas.
     """
 
     names: Sequence[str]
@@ -33,7 +32,6 @@ class Candidates:
     cached_tokens: IntColumn
     load_tokens: FloatColumn | None = None
     slowness: FloatColumn | None = None
-    recent_outputs: FloatColumn | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -163,13 +161,12 @@ class CacheAware(PlacementPolicy):
     needs_matches = True
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
-        recent = candidates.recent_outputs
         costs = placement_costs(
             num_tokens,
             matched_tokens=candidates.matched_tokens,
             queued_tokens=candidates.queued_tokens,
             free_tokens=candidates.free_tokens,
-            num_outputs=candidates.num_outputs if recent is None else recent,
+            num_outputs=candidates.num_outputs,
             load_tokens=candidates.load_tokens,
             slowness=candidates.slowness,
         )

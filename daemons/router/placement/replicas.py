@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,8 +14,6 @@ NO_BOUND = 1 << 40
 # Speeds are learned, a few percent off: below this ratio replicas count as equal. Beyond the other one a replica is
 # hardly of use, and one that measured nonsense still gets some work. Models of one router may be far apart.
 _EVEN_SPEEDS, _SLOWEST = 1.25, 32.0
-# Seconds in which a replica that nothing more is sent to counts as e times less busy.
-_RECENT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +79,6 @@ class Replicas:
         self.host_load_costs: FloatColumn = np.zeros(0)
         self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """With so many outputs the replica is full; NO_BOUND = never."""
-        self._recent_outputs: FloatColumn = np.zeros(0)
-        self._recent_at = 0.0
         self._token_us: FloatColumn = np.zeros(0)
         self._slowness: FloatColumn | None = None
 
@@ -97,7 +92,7 @@ class Replicas:
             self.addresses[row], self._replicas[row] = address, _Replica()
             for column in self._columns():
                 column[row] = 0
-            self.host_load_costs[row] = self._recent_outputs[row] = 0.0
+            self.host_load_costs[row] = 0.0
             self.max_outputs[row] = NO_BOUND
             return row
         self.addresses.append(address)
@@ -117,7 +112,6 @@ class Replicas:
         """A new stream: sequences begin anew, and nothing sent before is still there."""
         self._replicas[row] = _Replica()
         self._update(row)
-        self._recent_outputs[row] = self.num_outputs[row]
 
     def take_load(self, row: int, load: ReplicaLoad) -> None:
         """The scheduler's figures. Its waiting_tokens are of whole prompts, cached or not."""
@@ -138,7 +132,6 @@ class Replicas:
         self._replicas[row].sent[sequence] = _Sent(num_tokens, uncached)
         self.num_outputs[row] += 1
         self.num_own[row] += 1
-        self._recent_outputs[row] = max(self._recent_outputs[row], self.num_outputs[row])
         self.queued_tokens[row] += uncached
 
     def take_first_token(self, row: int, sequence: int) -> None:
@@ -155,17 +148,6 @@ class Replicas:
             self.num_outputs[row] -= 1
             self.num_own[row] -= 1
             self.queued_tokens[row] -= sent.uncached
-
-    def recent_outputs(self, rows: IntColumn, now: float) -> FloatColumn:
-        """By row: outputs there, or those of late, which fade. now: seconds that never go back.
-
-        Clients come back. A replica whose outputs have just ended is as busy again in a moment, and was chosen for
-        prefixes that others had cached.
-        """
-        fading = math.exp((self._recent_at - now) / _RECENT_S)
-        np.maximum(self._recent_outputs * fading, self.num_outputs, out=self._recent_outputs)
-        self._recent_at = now
-        return self._recent_outputs[rows]
 
     def num_credits(self, row: int) -> int:
         """Own outputs there that no load has included yet."""
@@ -202,7 +184,6 @@ class Replicas:
     def _grow(self) -> None:
         size = max(16, 2 * len(self.num_outputs))
         self._token_us = np.concatenate([self._token_us, np.zeros(size - len(self._token_us))])
-        self._recent_outputs = np.concatenate([self._recent_outputs, np.zeros(size - len(self._recent_outputs))])
         self._slowness = None  # Until they are compared anew: the new rows have none.
         (
             self.num_outputs,
