@@ -438,10 +438,10 @@ class Metrics:
         self.kv_store_pages = make.counter(
             "radixmesh_kv_store_pages_total",
             "worker",
-            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored).",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored), evicted (by itself).",
             ["outcome"],
         )
-        for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped"):
+        for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped", "evicted"):
             self.kv_store_pages.labels(outcome)
         self.kv_store_bytes = make.counter(
             "radixmesh_kv_store_bytes_total",

@@ -319,6 +319,7 @@ class StoreTier:
                 ("pages", "failed"): counted.failed,
                 ("pages", "put"): counted.put_pages,
                 ("pages", "dropped"): self.num_dropped,
+                ("pages", "evicted"): counted.usage.evicted_pages,
                 ("bytes", "put"): counted.put_bytes,
                 ("bytes", "read"): counted.got_bytes,
                 ("bytes", "written"): counted.usage.written_bytes,
