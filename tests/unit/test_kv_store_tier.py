@@ -323,6 +323,29 @@ async def test_a_store_that_hangs_ends_no_fetch_late(monkeypatch: pytest.MonkeyP
     assert side.records.filled[7] == 0 and side.pool.memory[[5, 6], 0].tolist() == [10, 11]
 
 
+async def test_a_store_that_answers_nothing_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches that come behind one that waited in vain are told so at once, those in the queue with it."""
+    backend = HeldBackend()
+    side = Side(backend)
+    side.save(IDS, [0, 1, 2, 3, 4])
+    await side.settled(5)
+    backend.go_on.clear()
+    loop, passed_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed_s)
+    monkeypatch.setattr(store_tier, "_STORE_S", 1e6)
+    fetching = asyncio.ensure_future(side.fetch(IDS, [5, 6, 7, 8, 9]))
+    while side.tier.store.counters().queued_bytes == 0:
+        await asyncio.sleep(0.002)
+    passed_s = 2e6
+    assert await fetching == 0
+    refused = side.tier.store.counters().refused
+    assert await side.fetch(IDS, [5, 6, 7, 8, 9]) == 0
+    assert side.tier.store.counters().refused == refused + 1
+    backend.go_on.set()
+    close(side)
+
+
 async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_tier, "_BATCH_PAGES", 1)
     backend = HeldBackend()

@@ -438,7 +438,7 @@ class Metrics:
         self.kv_store_pages = make.counter(
             "radixmesh_kv_store_pages_total",
             "worker",
-            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored), evicted (by itself).",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored), evicted.",
             ["outcome"],
         )
         for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped", "evicted"):
