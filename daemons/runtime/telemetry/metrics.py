@@ -425,6 +425,11 @@ class Metrics:
             "KV transfers that failed at this end, by reason; not_sent: at the sending end.",
             ["reason"],
         )
+        self.kv_transfer_fallbacks = make.counter(
+            "radixmesh_kv_transfer_fallbacks_total",
+            "worker",
+            "KV transfers sent over gRPC though --transfer-transport is nixl: the log says to whom and why.",
+        )
         for stage in ("gather", "send", "receive", "scatter"):
             self.kv_transfer_bytes.labels(stage)
             self.kv_transfer_seconds.labels(stage)
