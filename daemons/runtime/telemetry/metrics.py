@@ -428,7 +428,7 @@ class Metrics:
         self.kv_transfer_fallbacks = make.counter(
             "radixmesh_kv_transfer_fallbacks_total",
             "worker",
-            "KV transfers sent over gRPC though --transfer-transport is nixl: the log says to whom and why.",
+            "KV transfers sent over gRPC though --transfer-transport is nixl: the log says why.",
         )
         for stage in ("gather", "send", "receive", "scatter"):
             self.kv_transfer_bytes.labels(stage)
@@ -443,7 +443,7 @@ class Metrics:
         self.kv_store_pages = make.counter(
             "radixmesh_kv_store_pages_total",
             "worker",
-            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored), evicted.",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped, evicted.",
             ["outcome"],
         )
         for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped", "evicted"):
