@@ -30,7 +30,7 @@ Asked = tuple[str | list[int], dict[str, object]]
 
 
 class Here:
-    """What was done in the router's process: calls that were encoded, and outputs that were decoded there or not."""
+    """Work of the router's own process: calls that were encoded, and outputs that were decoded there or not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_encoded = 0
@@ -154,7 +154,7 @@ async def test_models_of_one_vocabulary_need_no_daemon(monkeypatch: pytest.Monke
 async def test_a_model_of_another_vocabulary_gets_no_ids_and_no_text_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of them a text is for only a tokenizer may say; ids come back as text from a detokenizer of their own."""
+    """Texts of either go to a tokenizer, which knows whose they can be; ids go to a detokenizer of their own."""
     folder = write_folder(tmp_path / "other", SENTENCEPIECE_KINDS["bpe"]())
     requests = requests_to("tiny-llama", "other", "")
     counts = {"schedulers": 2, "detokenizers": 2, "other": (folder, identity_of(folder, "other"))}
