@@ -245,6 +245,30 @@ def test_equal_tokens_behind_another_prefix_are_waited_for_by_nobody() -> None:
     check(world, [*seen, *records])
 
 
+def test_a_prompt_is_compared_with_others_for_a_few_times_its_length_at_most() -> None:
+    """However many go on as it does, each of them behind a beginning of its own."""
+    world = World(num_pages=65_536, chunk_tokens=8, max_tokens_per_step=128, max_total_len=8192, num_slots=12)
+    text = [2 + (7 * i + i // 50) % 43 for i in range(3000)]
+    beginnings = {start: [start] * (start - 38) for start in range(50, 59)}
+    beginnings[49] = [49, *text[1:30]]
+    seen = [world.submit(beginning, stop=Stop(max_tokens=1)) for beginning in beginnings.values()]
+    world.run()
+    own = beginnings.pop(49)
+    records = [world.submit(start + text[len(start) :], stop=Stop(max_tokens=1)) for start in beginnings.values()]
+    world.plan()
+    counters = world.planner.counters
+    assert world.planner.num_running == len(beginnings), "all of them lead"
+    before = counters.num_compared_tokens
+    last = world.submit(own + text[len(own) :], stop=Stop(max_tokens=1))
+    world.execute()
+    world.process()
+    world.plan()
+    assert world.planner.num_running == len(beginnings) + 1 and world.planner.queue.num_waiting_for_prefix == 0
+    assert 2 * len(text) < counters.num_compared_tokens - before <= 4 * len(text)
+    world.run()
+    check(world, [*seen, *records, last])
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("rest", [-4, 0])
 def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int, rest: int) -> None:
