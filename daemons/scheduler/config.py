@@ -48,7 +48,8 @@ class SchedulerSettings(CommonSettings):
     )
     hold_plans: bool = setting(True, "the plan behind a long step leaves shortly before that ends, with requests that "
         "come until then; only where the pipeline depth is auto")  # fmt: skip
-    chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
+    chunk_tokens: int = setting(512, "prefill tokens in one step for each request that is prefilled: those of several "
+        "long prompts go to one of them after the other")  # fmt: skip
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
     max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
