@@ -141,6 +141,8 @@ def test_what_is_no_report_is_refused(data: bytes, monkeypatch: pytest.MonkeyPat
 
 def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_part, "_REST_S", 0.5)
+    # On a loaded machine four processes take longer than that to start, and their ends would be no row.
+    monkeypatch.setattr(mask_part, "_ENDS_S", 1e9)
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()

@@ -84,10 +84,12 @@ class KvBackend(ABC):
     """All calls block and may come from several threads at once. Every call raises KvStoreError UNAVAILABLE where the
     medium fails; memory of a read that was not READ holds anything.
 
-    is_shared: what one process writes others read.
+    is_shared: what one process writes others read. medium_id: that the medium keeps with itself, by which processes
+    know that they share it; empty: its URL tells.
     """
 
     is_shared: bool = False
+    medium_id: str = ""
 
     @abstractmethod
     def write(self, pages: Sequence[StoredPage]) -> int:
@@ -117,7 +119,7 @@ class KvBackend(ABC):
 
 class Usage(NamedTuple):
     """num_pages, num_bytes: held, 0 where only a server knows. written_bytes: to the medium since the start, with
-    heads, indexes and rewrites. evicted_pages: to make room, since the start."""
+    heads, indexes and rewrites. evicted_pages: to make room, since the start, by this process: servers tell of none."""
 
     num_pages: int = 0
     num_bytes: int = 0
