@@ -249,8 +249,8 @@ class SchedulerLoop:
                 self.take(self._results.popleft())
             if self._loss is not None:
                 raise self._loss
-            if self._has_first_tokens and self.planner.num_in_flight:
-                # The worker has its next step: first tokens leave before the one behind that is planned.
+            if self._has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
+                # The worker has its next step, or needs none: first tokens leave before the one behind that is planned.
                 await asyncio.sleep(0)
             self._has_first_tokens = False
             if self._held is not None:
