@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from radixmesh.daemons.front.backend_pool import Backend, BackendPool
 from radixmesh.daemons.front.connection_end import ConnectionEnd
@@ -100,17 +101,26 @@ class Listener:
     async def _join(self, client: ConnectionEnd, backend: Backend) -> bool:
         """Ties a client to a router; False if that cannot be reached."""
         host, port = split_host_port(parse_address(backend.address))
-        router = ConnectionEnd(on_lost=lambda: _count_down(backend))
-        backend.num_connections += 1  # Before the wait: a burst must not go to one router whole.
+        leave = _counted(backend)  # Before the wait: a burst must not go to one router whole.
+        router = ConnectionEnd(on_lost=leave)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.get_running_loop().create_connection(lambda: router, host, port)
         except (OSError, TimeoutError):
-            backend.num_connections -= 1
+            leave()
             return False
         router.join(client)
         return True
 
 
-def _count_down(backend: Backend) -> None:
-    backend.num_connections -= 1
+def _counted(backend: Backend) -> Callable[[], None]:
+    """Counts a connection to a router. The result ends that, once: one that is given up as it comes is lost as well."""
+    is_counted = True
+    backend.num_connections += 1
+
+    def leave() -> None:
+        nonlocal is_counted
+        backend.num_connections -= is_counted
+        is_counted = False
+
+    return leave

@@ -19,6 +19,7 @@ from support.rank_process import RankProcess
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
+from radixmesh.daemons.worker.collectives import member as member_module
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
 from radixmesh.daemons.worker.collectives.member import MOST_ATTEMPTS, CollectiveMember
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
@@ -145,6 +146,19 @@ def test_attempts_that_were_abandoned_are_bounded() -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while "nobody comes" not in attempt(101):
         assert time.monotonic() < deadline
+
+
+def test_an_attempt_that_has_ended_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "MOST_ATTEMPTS", 1)
+    member = CollectiveMember(RankLayout(tp_size=2, tp_rank=1), "127.0.0.1", refuse)
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for generation in range(500):
+            with pytest.raises(RankLost, match="nobody comes"):
+                member.form(generation, "127.0.0.1:1", ["a", "b"])
+    finally:
+        sys.setswitchinterval(switch_s)
 
 
 def refuse(meeting: Meeting) -> Communicator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.front.backend_pool import BackendPool
+from radixmesh.daemons.front.connection_end import ConnectionEnd
 from radixmesh.daemons.front.listener import Listener
 from radixmesh.daemons.front.room import Room, connections_within_files
 
@@ -149,6 +151,27 @@ async def converse_with_greeters() -> None:
     listener.close()
     pool.close()
     server.close()
+
+
+async def test_a_connection_that_is_given_up_as_it_comes_is_counted_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop closes the transport of a connection that comes as the time is over, and says so after the error."""
+    loop, lost = asyncio.get_running_loop(), asyncio.Event()
+
+    async def create_connection(make: Callable[[], ConnectionEnd], host: str, port: int) -> None:
+        loop.call_soon(make().connection_lost, None)
+        loop.call_soon(lost.set)
+        raise TimeoutError
+
+    async with front("a") as (_, pool, _servers, port):
+        await until(lambda: pool.backends[0].is_serving)
+        monkeypatch.setattr(loop, "create_connection", create_connection)
+        client = socket.create_connection(("127.0.0.1", port))
+        async with asyncio.timeout(10):
+            await lost.wait()
+        monkeypatch.undo()
+        assert pool.backends[0].num_connections in (0, 1), "1: it is tried again"
+        client.close()
+        await until(lambda: pool.backends[0].num_connections == 0)
 
 
 async def test_without_any_router_the_connection_ends_in_time() -> None:

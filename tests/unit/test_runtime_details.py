@@ -44,6 +44,26 @@ async def test_a_slot_that_came_with_the_cancellation_is_given_back() -> None:
         await semaphore.take("c")
 
 
+async def test_a_caller_that_is_refused_and_leaves_at_once_gives_nothing_back() -> None:
+    semaphore = FairSemaphore(1, max_per_peer=1, max_waiting=2)
+    await semaphore.take("a")
+    waiting = [asyncio.ensure_future(semaphore.take("b")) for _ in range(2)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(semaphore.take("c"))
+    await asyncio.sleep(0)  # The last of b's gives way to c, and has not heard of it yet.
+    waiting[1].cancel()
+    for caller in (*waiting, other):
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    with pytest.raises(MeshError):
+        semaphore.take_now("d")
+    semaphore.give_back("a")
+    semaphore.take_now("b")
+    with pytest.raises(MeshError):
+        semaphore.take_now("b")
+
+
 async def test_a_caller_that_gives_up_leaves_the_queue() -> None:
     semaphore = FairSemaphore(1, max_per_peer=1, max_waiting=1)
     await semaphore.take("a")

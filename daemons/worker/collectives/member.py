@@ -117,7 +117,9 @@ class CollectiveMember:
             attempt.abandon()
 
     def _run(self, attempt: _Attempt, generation: int, meetings: Sequence[Meeting]) -> None:
-        attempt.run(lambda: self._meet(generation, meetings))
+        attempt.run(lambda: self._meet(generation, meetings), self._ended)
+
+    def _ended(self) -> None:
         with self._lock:
             self._num_attempts -= 1
 
@@ -165,8 +167,8 @@ class _Attempt:
         self._lock = threading.Lock()
         self._is_abandoned = False
 
-    def run(self, connect: Callable[[], list[Communicator]]) -> None:
-        """Blocks until the others are there, or long enough; raises nothing."""
+    def run(self, connect: Callable[[], list[Communicator]], on_end: Callable[[], None]) -> None:
+        """Blocks until the others are there, or long enough; raises nothing. on_end: called before the caller hears."""
         try:
             communicators = connect()
         except Exception as error:
@@ -177,6 +179,7 @@ class _Attempt:
                     _close(communicators)
                 else:
                     self.communicators = communicators
+        on_end()
         self.is_over.set()
 
     def is_wanted(self) -> bool:

@@ -65,8 +65,9 @@ class FairSemaphore:
         try:
             await waiter
         except asyncio.CancelledError:
-            if not waiter.cancelled():  # It got the permit in the same moment.
-                self.give_back(peer)
+            if waiter.done() and not waiter.cancelled():  # In the same moment it got the permit, or was refused.
+                if waiter.exception() is None:
+                    self.give_back(peer)
             elif peer in self._waiting and waiter in self._waiting[peer]:
                 self._forget(peer, waiter)
             raise
