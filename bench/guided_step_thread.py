@@ -1,14 +1,17 @@
 """Cost of guided rows to the step thread of a GPU worker, without a GPU: microseconds a step, beside free rows.
 
-    python bench/guided_step_thread.py > bench/results/guided-step-thread.json
+    python bench/guided_step_thread.py --jump-forward 8 > bench/results/guided-step-thread.json
     python bench/guided_step_thread.py --rows 256 --processes 0 2
 
 A stand-in for the device has tokens ready a set time after the step before; everything else is a worker's own: plans
 from their messages, the executor, guides, masks copied by the host, results as messages. Texts are written at random
-beforehand. One step runs while the next one is there, as with a scheduler. Of each step: decode (the plan), launch,
-settle (from the tokens' being there to the result), encode; wall: by the clock, of which cpu is what the thread
-computed. added_us: of all four parts of guided rows over those of free ones of the same turn, median of turns. late:
-rows a step whose mask was not there.
+beforehand, but for what the grammar forces. One step runs while the next one is there, as with a scheduler. Of each
+step: decode (the plan), launch, settle (from the tokens' being there to the result), encode; wall: by the clock, of
+which cpu is what the thread computed. added_us: of all four parts of guided rows over those of free ones of the same
+turn, median of turns. late: rows a step whose mask was not there. tokens: a row and step.
+
+With --jump-forward N steps verify drafts: rows yield what chains foresaw, up to N tokens, and one more; added_us is
+over free rows of such steps. Threads are given tokens by the step thread then, when it has settled their step.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,18 +37,19 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
 
 from gpu.guided import _PERSON, array_of  # noqa: E402
 from gpu.guided_vocabulary import write_vocabulary  # noqa: E402
-from guided_threads import random_text  # noqa: E402
 from support.conformance.vocabularies import vocabulary_of  # noqa: E402
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints  # noqa: E402
-from radixmesh.daemons.runtime.guided.backend import load_backend  # noqa: E402
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GreedyTokens, load_backend  # noqa: E402
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource  # noqa: E402
 from radixmesh.daemons.runtime.sampling import Sampling  # noqa: E402
 from radixmesh.daemons.runtime.steps.result_codec import result_to_proto  # noqa: E402
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan, StepResult, Task  # noqa: E402
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto  # noqa: E402
 from radixmesh.daemons.worker.cuda.device import HostDevice  # noqa: E402
+from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import SlotChains  # noqa: E402
 from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks, yielded  # noqa: E402
+from radixmesh.daemons.worker.guided.chain import HEAD  # noqa: E402
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore  # noqa: E402
 from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides  # noqa: E402
 from radixmesh.daemons.worker.guided.mask_memory import MaskSink  # noqa: E402
@@ -62,7 +67,7 @@ from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle  # noqa
 from radixmesh.worker.v1 import worker_pb2  # noqa: E402
 
 _PROMPT_LEN = 4
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 180.0  # Of a machine that others load: processes start all at once.
 _WARM_STEPS = 16
 _PARTS, _FIGURES = ("decode", "launch", "settle", "encode"), ("wall", "wall_mean", "wall_p95", "cpu")
 
@@ -94,15 +99,18 @@ class StandInRunner(ModelRunner):
     is_deterministic = False
     tasks = frozenset([Task.GENERATE])
 
-    def __init__(self, texts: IntArray, masks: SlotMasks, step_s: float, vocab_size: int) -> None:
+    def __init__(self, case: Case, way: Way, step_s: float, masks: SlotMasks | SlotChains) -> None:
+        texts, vocab_size = case.texts, case.vocabulary.vocab_size
         num_slots, num_tokens = texts.shape
+        self.max_tokens_per_row, self._steps_left = 1 + way.num_drafts, case.num_steps + _WARM_STEPS
+        self._tells_tokens = way.is_followed
         self.vocab_size, self.max_total_len = vocab_size, _PROMPT_LEN + num_tokens + 1
         self.num_pages = num_slots * -(-self.max_total_len // self.page_size)
         self.masks, self._texts, self._step_s = masks, texts, step_s
         self._lengths = np.full(num_slots, _PROMPT_LEN, np.int32)
         self._mask_rows = np.full(num_slots, -1, np.int32)
         self._steps: SimpleQueue[tuple[IntArray, _Event] | None] = SimpleQueue()
-        self.num_late = 0
+        self.num_late = self.num_tokens = 0
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
     def mask_sink(self, admit: Admit) -> MaskSink:
@@ -123,7 +131,12 @@ class StandInRunner(ModelRunner):
 
         def collect() -> StepOutput:
             event.wait()
-            tokens, counts = yielded(event.tokens) if is_guided else (event.tokens, None)
+            tokens, counts = event.tokens, None
+            if tokens.ndim > 1:
+                counts = (tokens >= 0).sum(axis=1, dtype=np.int32)
+                tokens = tokens[tokens >= 0]
+            elif is_guided:
+                tokens, counts = yielded(tokens)
             now_ns = time.monotonic_ns()
             return StepOutput(tokens=tokens, counts=counts, segments=of_segments, start_ns=now_ns, end_ns=now_ns)
 
@@ -131,7 +144,7 @@ class StandInRunner(ModelRunner):
             event.wait()
             return event.tokens
 
-        return StepHandle(event, collect, tokens if is_guided else None)
+        return StepHandle(event, collect, tokens if is_guided and self._tells_tokens else None)
 
     def close(self) -> None:
         self._steps.put(None)
@@ -149,11 +162,39 @@ class StandInRunner(ModelRunner):
             end_s = max(time.perf_counter(), end_s) + self._step_s
             time.sleep(max(0.0, end_s - time.perf_counter()))
             lengths, mask_rows = self._lengths[slots], self._mask_rows[slots]
-            is_there = (mask_rows < 0) | (self.masks.positions[mask_rows] == lengths)
-            self._lengths[slots] += is_there
-            self.num_late += len(slots) - int(is_there.sum())
-            event.tokens = np.where(is_there, self._texts[slots, lengths - _PROMPT_LEN], -1).astype(np.int32)
+            if isinstance(self.masks, SlotChains):
+                self._steps_left -= 1
+                event.tokens = self._verified(self.masks, slots, lengths, mask_rows)
+                counts = (event.tokens >= 0).sum(axis=1)
+            else:
+                counts = (mask_rows < 0) | (self.masks.positions[mask_rows] == lengths)
+                event.tokens = np.where(counts, self._texts[slots, lengths - _PROMPT_LEN], -1).astype(np.int32)
+            self._lengths[slots] += counts
+            self.num_late += len(slots) - int((counts > 0).sum())
+            self.num_tokens += int(counts.sum())
             event.done()
+
+    def _verified(self, chains: SlotChains, slots: IntArray, lengths: IntArray, mask_rows: IntArray) -> IntArray:
+        """[slots, most]: the text of each slot as far as its chain has masks for it, and -1 from there on; of a free
+        slot a token."""
+        versions = chains.versions[mask_rows, 0]
+        heads = chains.heads[2 * mask_rows + versions % 2]
+        behind = lengths - heads[:, 0]
+        is_there = (mask_rows < 0) | ((versions > 0) & (behind >= 0) & (behind <= heads[:, 1]))
+        forced, size = heads[:, HEAD:], chains.max_forced
+        is_before = (np.arange(size) < behind[:, None]) & is_there[:, None] & (mask_rows >= 0)[:, None]
+        at = np.clip(heads[:, :1] + np.arange(size) - _PROMPT_LEN, 0, self._texts.shape[1] - 1)
+        is_there &= ~(is_before & (forced != self._texts[slots[:, None], at])).any(axis=1)
+        most = self.max_tokens_per_row
+        tokens = self._texts[slots[:, None], np.clip(lengths[:, None] - _PROMPT_LEN + np.arange(most), 0, None)]
+        number = behind[:, None] + np.arange(most - 1)
+        is_draft = (mask_rows >= 0)[:, None] & (number < heads[:, 1:2]) & is_there[:, None]
+        # Texts have no more tokens than one a step, and a few.
+        is_draft &= (self._lengths[slots] - _PROMPT_LEN + most + self._steps_left < self._texts.shape[1])[:, None]
+        drafts = np.take_along_axis(forced, np.clip(number, 0, size - 1), axis=1)
+        is_right = np.logical_and.accumulate(is_draft & (drafts == tokens[:, :-1]), axis=1)
+        is_yielded = np.concatenate([is_there[:, None], is_right & is_there[:, None]], axis=1)
+        return np.where(is_yielded, tokens, -1).astype(np.int32)
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("it is launched")
@@ -175,27 +216,62 @@ class Case:
         self.folder, self.num_rows, self.num_steps = folder, num_rows, num_steps
         self.vocabulary = vocabulary_of(folder)
         self.backend = load_backend("xgrammar", self.vocabulary)
-        num_tokens = num_steps + _WARM_STEPS + 8
+        num_tokens = 3 * (num_steps + _WARM_STEPS) + 32
         self.artefact = self.backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, num_tokens)))
         grammar = self.backend.load(self.artefact)
-        texts = [random_text(grammar, num_tokens, self.vocabulary.vocab_size, row) for row in range(num_rows)]
-        self.texts = np.array(texts, np.int32)
+        # Each takes a while to write, so that rows share them.
+        texts = [_text(grammar, self.backend.tokens, num_tokens, vocab_size, row) for row in range(min(num_rows, 64))]
+        self.texts = np.array([texts[row % len(texts)] for row in range(num_rows)], np.int32)
+
+
+def _text(grammar: CompiledGrammar, vocabulary: GreedyTokens, num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Any allowed token is as likely; what the grammar forces is written as a model would."""
+    rng, matcher, tokens = np.random.default_rng(seed), grammar.matcher(), list[int]()
+    words = np.zeros(-(-vocab_size // 32), np.int32)
+    for _ in range(num_tokens):
+        matcher.fill(words)
+        token = vocabulary.forced_by(words)
+        if token is None:
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size)
+            token = int(rng.choice(np.flatnonzero(bits)))
+        tokens.append(token)
+        assert matcher.accept(token)
+    return tokens
+
+
+class Way(NamedTuple):
+    """num_guided: rows that follow the grammar. num_drafts: forced tokens that a step verifies."""
+
+    num_guided: int
+    num_processes: int
+    num_drafts: int = 0
+
+    @property
+    def is_followed(self) -> bool:
+        """Tokens go to the guides without the step thread, as `DeviceRunner` tells them."""
+        return not self.num_drafts or self.num_processes > 0
 
 
 class Worker:
-    """All rows of a case side by side, the first `num_guided` with the grammar."""
+    """All rows of a case side by side, the first ones with the grammar. Its processes begin to start; `begin` waits."""
 
-    def __init__(self, case: Case, num_guided: int, num_processes: int, step_s: float) -> None:
+    def __init__(self, case: Case, way: Way, step_s: float) -> None:
         num_rows, vocab_size = case.num_rows, case.vocabulary.vocab_size
-        masks = SlotMasks(
-            HostDevice(), num_slots=num_rows, max_rows=num_rows, vocab_size=vocab_size, num_processes=num_processes
-        )
-        self.runner = StandInRunner(case.texts, masks, step_s, vocab_size)
+        options = {"vocab_size": vocab_size, "num_processes": way.num_processes}
+        masks: SlotMasks | SlotChains = SlotMasks(HostDevice(), num_slots=num_rows, max_rows=num_rows, **options)
+        if way.num_drafts:
+            masks = SlotChains(HostDevice(), num_rows, num_rows, max_drafts=way.num_drafts, **options)
+        self._case, self._way = case, way
+        self.runner = StandInRunner(case, way, step_s, masks)
         self.guides: Guides = SlotGuides(vocab_size)
-        if num_processes:
-            self.guides = ProcessGuides(num_processes, case.folder, "xgrammar")
-            self.guides.attach(masks, num_slots=num_rows, max_total_len=self.runner.max_total_len)
-            assert self.guides.wait_ready(_TIMEOUT_S)
+        if way.num_processes:
+            guides = self.guides = ProcessGuides(way.num_processes, case.folder, "xgrammar")
+            guides.attach(masks, num_slots=num_rows, max_total_len=self.runner.max_total_len)
+
+    def begin(self) -> None:
+        """Admits all rows."""
+        case, num_rows, num_guided = self._case, self._case.num_rows, self._way.num_guided
+        assert not isinstance(self.guides, ProcessGuides) or self.guides.wait_ready(_TIMEOUT_S)
         blobs = BlobStore(max_bytes=1 << 26, max_blob_bytes=1 << 25)
         self.executor = StepExecutor(
             self.runner,
@@ -218,14 +294,15 @@ class Worker:
     def run(self, num_steps: int) -> dict[str, object]:
         """So many more steps."""
         plans = [self._plans.popleft() for _ in range(num_steps)]
-        self.runner.num_late = 0
+        self.runner.num_late = self.runner.num_tokens = 0
         times = _run(self.executor, plans)
         assert not self.guides.has_errors, list(self.guides.errors())[:1]
         late = round(self.runner.num_late / num_steps, 3)
-        return {**{name: _summary(of_part) for name, of_part in times.items()}, "late": late}
+        tokens = round(self.runner.num_tokens / num_steps / self._case.num_rows, 3)
+        return {**{name: _summary(of_part) for name, of_part in times.items()}, "late": late, "tokens": tokens}
 
     def close(self) -> None:
-        self.executor.close()
+        self.guides.close()
         self.runner.close()
 
 
@@ -298,32 +375,42 @@ def _summary(of_part: Sequence[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def compared(case: Case, numbers: Sequence[int], turns: int, step_s: float, among: int) -> dict[str, object]:
+def compared(
+    case: Case, numbers: Sequence[int], turns: int, step_s: float, among: int, num_drafts: int = 0
+) -> dict[str, object]:
     """Free rows, guided ones by each number of processes, and some guided among free ones: a few steps of each, in
-    turns."""
-    cases = {"free": (0, 0)}
+    turns. num_drafts: with as many forced ids too."""
+    ways = {"free": Way(0, 0)}
     for num in numbers:
         by = f"{num} processes" if num else "threads"
-        cases[f"guided, {by}"] = case.num_rows, num
-        cases[f"{among} guided, {by}"] = among, num
+        ways[f"guided, {by}"] = Way(case.num_rows, num)
+        if among:
+            ways[f"{among} guided, {by}"] = Way(among, num)
+    if num_drafts:
+        ways[f"free, {num_drafts} drafts"] = Way(0, 0, num_drafts)
+        for num in numbers:
+            by = f"{num_drafts} drafts, {num} processes" if num else f"{num_drafts} drafts, threads"
+            ways[f"guided, {by}"] = Way(case.num_rows, num, num_drafts)
     workers: dict[str, Worker] = {}
     try:
-        for name, about in cases.items():
-            workers[name] = Worker(case, *about, step_s)
+        for name, way in ways.items():
+            workers[name] = Worker(case, way, step_s)
         for worker in workers.values():
+            worker.begin()
             worker.run(_WARM_STEPS)
         num_steps = case.num_steps // turns
         of_turns = [{name: worker.run(num_steps) for name, worker in workers.items()} for _ in range(turns)]
     finally:
         for worker in workers.values():
             worker.close()
+    free_of = {name: f"free, {num_drafts} drafts" if way.num_drafts else "free" for name, way in ways.items()}
     added = {
         name: {
-            what: round(float(np.median([_total(of[name], what) - _total(of["free"], what) for of in of_turns])), 1)
+            what: round(float(np.median([_total(of[name], what) - _total(of[free], what) for of in of_turns])), 1)
             for what in ("wall", "wall_mean", "cpu")
         }
-        for name in cases
-        if name != "free"
+        for name, free in free_of.items()
+        if name != free
     }
     medians = {
         name: {
@@ -332,9 +419,10 @@ def compared(case: Case, numbers: Sequence[int], turns: int, step_s: float, amon
         }
         | {
             "late": round(float(np.mean([float(str(of[name]["late"])) for of in of_turns])), 3),
+            "tokens": round(float(np.mean([float(str(of[name]["tokens"])) for of in of_turns])), 3),
             "first_step_ms": round(workers[name].first_step_ms, 1),
         }
-        for name in cases
+        for name in ways
     }
     return {"added_us": added, "figures": _FIGURES, "medians_us": medians}
 
@@ -357,11 +445,12 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the device")
     parser.add_argument("--vocabulary", type=int, default=4096, help="small: what masks themselves take is elsewhere")
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 2], help="0: threads")
+    parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="most forced tokens a step")
     parser.add_argument("--turns", type=int, default=15)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         case = Case(args.rows, args.steps, args.vocabulary, Path(name))
-        found = compared(case, args.processes, args.turns, args.step_ms * 1e-3, args.among)
+        found = compared(case, args.processes, args.turns, args.step_ms * 1e-3, args.among, args.jump_forward)
     about = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     print(json.dumps({**about, **found}, indent=1))
 

@@ -76,7 +76,7 @@ class ThreadLink(StepLink):
 
     async def send(self, plan: StepPlan) -> None:
         ready_ns = self._executor.runner.now_ns()
-        self._queue.submit(lambda: self._run(plan, ready_ns), self._on_result)
+        self._queue.submit(lambda: self._run(plan, ready_ns), self._on_result, is_urgent=bool(plan.chunks))
 
     async def close(self) -> None:
         self._queue.close()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -36,6 +37,15 @@ _TICK_S = 0.1
 _EXPORT_S = 0.5
 # After an epoch without a single step: whatever ended it may well end the next one.
 _FUTILE_PAUSE_S = 0.2
+
+
+class _Taken(NamedTuple):
+    """A result whose tokens were taken. step: the one that it answers, None = of another epoch. Seconds."""
+
+    result: StepResult
+    step: PlannedStep | None
+    at_s: float
+    take_s: float
 
 
 class SchedulerLoop:
@@ -73,6 +83,7 @@ class SchedulerLoop:
         self._step_metrics = SchedulerMetrics(metrics) if metrics is not None else None
         self._wake = asyncio.Event()
         self._results: deque[Sequence[StepResult]] = deque()
+        self._taken: list[_Taken] = []
         self._loss: BaseException | None = None
         now = self._last_export_s = self._clock()
         self._loads = LoadPush(self.planner, self.streams, now)
@@ -86,7 +97,8 @@ class SchedulerLoop:
             metrics=self._step_metrics,
         )
         self._held: asyncio.TimerHandle | None = None
-        self._has_first_tokens = False
+        self.has_first_tokens = False
+        """First tokens are on their way, and nothing else has been done of the results that brought them."""
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
 
@@ -110,8 +122,14 @@ class SchedulerLoop:
         return previous
 
     def notify(self) -> None:
-        """Something was submitted, aborted or wished for: delivers outputs, and plans soon."""
+        """Something was aborted or wished for: delivers outputs, and plans soon."""
         self.deliver()
+        self._wake.set()
+
+    def submitted(self) -> None:
+        """Something was submitted: the plan that has it leaves before anybody hears of the load that it makes."""
+        if self.planner.state is None:
+            self.deliver()
         self._wake.set()
 
     def deliver(self) -> None:
@@ -191,6 +209,8 @@ class SchedulerLoop:
         self._check_identity()
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshots)
         self._results.clear()
+        self._taken.clear()
+        self.has_first_tokens = False
         self._loss = None
         self.sender.begin_epoch(claimed.info.max_plans_in_flight)
         now = self._clock()
@@ -247,12 +267,13 @@ class SchedulerLoop:
             self._wake.clear()
             while self._results:
                 self.take(self._results.popleft())
+            if self.has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
+                # The worker has its next step, or nothing to do: first tokens leave before anything else is done.
+                await asyncio.sleep(0)
+            self.has_first_tokens = False
+            self.settle()
             if self._loss is not None:
                 raise self._loss
-            if self._has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
-                # The worker has its next step, or needs none: first tokens leave before the one behind that is planned.
-                await asyncio.sleep(0)
-            self._has_first_tokens = False
             if self._held is not None:
                 self._held.cancel()
                 self._held = None
@@ -271,23 +292,35 @@ class SchedulerLoop:
             self._progress.work_pending(num_pending, patience_s=self._timeout.limit_s(oldest) if is_computing else 0.0)
 
     def take(self, results: Sequence[StepResult]) -> None:
-        """One result of each data-parallel rank."""
+        """One result of each data-parallel rank: its tokens are on their way to routers, all else is settle()'s."""
         result = self.planner.joined(results)
         now = self._clock()
         self._timeout.heard(now)
         oldest = self._oldest_step()
-        if oldest is not None:
-            self.sender.answered(result, oldest, now)
-        outputs = self.planner.process(result)
-        if self._step_metrics is not None:
-            if oldest is not None:
-                self._step_metrics.answered(now - oldest.sent_s)
-            self._step_metrics.processed(result, len(result.counts), self._clock() - now)
-        # A heartbeat is no progress of those who wait.
-        if oldest is None or oldest.plan.has_forward or not self.planner.num_live:
-            self._progress.completed()
-        self.streams.deliver(outputs)
-        self._has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
+        self.planner.take_result(result)
+        self.streams.deliver(self.planner.take_outputs())
+        self.has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)
+        self._taken.append(_Taken(result, oldest, now, self._clock() - now))
+
+    def settle(self) -> None:
+        """Does what results leave to be done once their tokens are on their way."""
+        if not self._taken:
+            return
+        start = self._clock()
+        for taken in self._taken:
+            if taken.step is not None:
+                self.sender.answered(taken.result, taken.step, taken.at_s)
+        self.planner.settle_results()
+        settle_s = (self._clock() - start) / len(self._taken)
+        for result, step, at_s, take_s in self._taken:
+            if self._step_metrics is not None:
+                if step is not None:
+                    self._step_metrics.answered(at_s - step.sent_s)
+                self._step_metrics.processed(result, len(result.counts), take_s + settle_s)
+            # A heartbeat is no progress of those who wait.
+            if step is None or step.plan.has_forward or not self.planner.num_live:
+                self._progress.completed()
+        self._taken.clear()
 
     def _oldest_step(self) -> PlannedStep | None:
         state = self.planner.state

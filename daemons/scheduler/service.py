@@ -155,6 +155,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
             self._apply(stream, request)
             del request
+            # The loop plans first: listening for the next frame takes longer than its turn, and nobody waits for that.
+            await asyncio.sleep(0)
 
     def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
         """One frame, in the order of its fields."""
@@ -200,13 +202,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
         for reservation in request.reservations:
             self._loop.reservations.take(reservation, stream.outbox.add_frame)
-        self._loop.notify()
+        if request.stops or request.aborts or request.reservations:
+            self._loop.notify()
+        else:
+            self._loop.submitted()
 
     def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:
         group = self._loop.planner.group
-        wants_load = stream.outbox.wants_load
         frame = stream.outbox.take(group.weights_version if group is not None else 0)
-        if wants_load:
+        # A load is not among what a first token waits for, here and at its router: the next frame has it.
+        if stream.outbox.wants_load and not (self._loop.has_first_tokens and frame.HasField("tokens")):
             stream.outbox.wants_load = False
             frame.load.CopyFrom(load_of(self._loop, stream.submit_sequence))
         return frame

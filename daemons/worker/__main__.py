@@ -111,6 +111,7 @@ class WorkerDaemon(Daemon):
             self._settings.tls,
             staging_bytes=self._settings.transfer_staging_bytes,
             before_last_word=hold,
+            on_fallback=self._metrics.kv_transfer_fallbacks.inc,
         )
 
     def _service(self) -> WorkerService:

@@ -290,8 +290,8 @@ def _prepare_beside(grammars: GrammarStore | None, folder: Path, model_impl: str
 
 
 def _num_mask_processes(settings: WorkerSettings) -> int:
-    """0: masks are filled by threads, as where steps verify drafts, whose masks come in chains."""
-    if settings.speculation is not None or settings.jump_forward_tokens or settings.tp_size > 1:
+    """0: masks are filled by threads."""
+    if settings.tp_size > 1:
         return 0
     if settings.mask_processes is not None:
         return min(settings.mask_processes, settings.num_slots)
@@ -302,10 +302,10 @@ def _num_mask_processes(settings: WorkerSettings) -> int:
 def _attached(guides: ProcessGuides, runner: DeviceRunner, num_slots: int) -> Guides | None:
     """The guides with the runner's memory; None: it follows no grammars. Processes that are not ready yet are not
     waited for: they began to start ahead of the weights, and outputs that come earlier wait for them alone."""
-    if not runner.takes_grammars or runner.masks.descriptor < 0:
+    if not runner.takes_grammars or runner.mask_memory.descriptor < 0:
         guides.close()
         return None
-    guides.attach(runner.masks, num_slots=num_slots, max_total_len=runner.max_total_len)
+    guides.attach(runner.mask_memory, num_slots=num_slots, max_total_len=runner.max_total_len)
     return guides
 
 

@@ -14,6 +14,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.steps.forward_shape import ONLY_DECODES
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
@@ -244,14 +245,15 @@ class WorkerCore:
             raise self.ledger.fenced()
         for plan, _ in plans:
             self._received(plan)
-        self._in_flight.export()
         assert self.executor is not None
         ready_ns = self.executor.runner.now_ns()
         epochs = [plan.header.epoch for plan, _ in plans]
         self._queue.submit_all(
             [partial(runner.launch, plan, ready_ns, fault) for plan, fault in plans],
             lambda answers: self._answered(holder, epochs, answers),
+            is_urgent=any(plan.header.shape.mode not in ONLY_DECODES for plan, _ in plans),
         )
+        self._in_flight.export()
 
     def _received(self, plan: worker_pb2.StepPlan) -> None:
         if self._recorder is not None:
@@ -338,15 +340,16 @@ class WorkerCore:
         return self.plan_runner
 
     def _answered(self, holder: Holder | None, epochs: Sequence[int], answers: Sequence[Answer]) -> None:
-        """On the event loop, in step order. Answers leave before anything is counted."""
+        """On the event loop, in step order. Answers leave before anything is measured."""
         if holder is not None:
             for answer in answers:
                 if answer.response is not None:
                     holder.deliver(answer.response)
         for epoch, answer in zip(epochs, answers, strict=True):
             self._count(holder, epoch, answer)
-        self._in_flight.export()
         self._in_flight.wake()
+        # Behind the stream's task, which writes them in the loop's next turn.
+        asyncio.get_running_loop().call_soon(self._measure, answers)
 
     def _count(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
         self._in_flight.answered(epoch, answer.step_id)
@@ -356,8 +359,6 @@ class WorkerCore:
         if answer.result is not None:
             if epoch == self.ledger.highest_epoch:
                 self.ledger.last_completed_step = answer.step_id
-            assert self.executor is not None, "it ran the step"
-            self._in_flight.completed(answer.result, self.executor.runner.draft_seconds)
         elif answer.refusal is not None:
             self._metrics.refusals.labels(answer.refusal.reason_name).inc()
             log.warning("plan_refused", epoch=epoch, step=answer.step_id, error=str(answer.refusal))
@@ -366,6 +367,13 @@ class WorkerCore:
         if answer.lost is not None and holder is not None:
             # The scheduler may not see that rank as lost: it forms the group again.
             holder.fail(MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, f"a rank is lost: {answer.lost}"))
+
+    def _measure(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            if answer.result is not None:
+                assert self.executor is not None, "it ran the step"
+                self._in_flight.completed(answer.result, self.executor.runner.draft_seconds)
+        self._in_flight.export()
 
     def _fail(self, error: BaseException, step_id: int) -> None:
         self._state = worker_pb2.WORKER_STATE_FAILED

@@ -59,7 +59,8 @@ class StepHandle(Generic[T_co]):
     ) -> None:
         self.event = event
         self.tokens = tokens
-        """Waits for the event; int32, first the tokens of the step's decode rows, -1 of those that have none. Any
+        """Waits for the event; int32, the tokens of the step's decode rows, then those of the chunks that sample one;
+        -1 where there is none. Of steps whose rows may yield several: [rows, most], the first ones of each row. Any
         thread may ask, before and after the step is collected. None: whoever wants them has to collect it."""
         self._collect: Callable[[], T_co] | None = collect
         self._result: T_co

@@ -7,7 +7,10 @@
 
 An output has two chains, and a number for each: the one that is published, and the one that is being written. The host
 publishes one and writes the other, so that what the device reads stays as it is for a whole step of the host; if that
-was not enough, the second number tells. T positions, B rows, M outputs, F ids of a chain, S slots, L tokens of a slot.
+was not enough, the second number tells. Ids and masks are added behind those of the chain that is published, and
+counted last. The writer may be another process: whatever it writes, it is bounded before it is used.
+
+T positions, B rows, M outputs, F ids of a chain, S slots, L tokens of a slot.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ def _propose_kernel(
     if mask >= 0:
         version = tl.load(versions_ptr + 2 * mask, volatile=True)
         chain_ptr = chains_ptr + (2 * mask + (version & 1)) * (HEAD + F)
-        # Whatever the host is writing now: drafts may be wrong, if only they are ids.
-        skipped = length - tl.load(chain_ptr, volatile=True)
-        num_ids = tl.minimum(tl.load(chain_ptr + 1, volatile=True), F)
-        count = tl.where((version > 0) & (skipped >= 0), tl.minimum(num_ids - skipped, W), 0)
+        # Whatever the host is writing now, or has written: drafts may be wrong, if only they are ids.
+        base = tl.load(chain_ptr, volatile=True)
+        num_ids = tl.maximum(tl.minimum(tl.load(chain_ptr + 1, volatile=True), F), 0)
+        skipped = tl.where((base >= 0) & (base <= length), length - base, F)
+        count = tl.where(version > 0, tl.minimum(num_ids - tl.minimum(skipped, F), W), 0)
         number = tl.arange(0, BLOCK_W)
         is_draft = number < count
         draft = tl.load(chain_ptr + HEAD + skipped + number, mask=is_draft, other=0, volatile=True)
@@ -114,7 +118,8 @@ def _take_kernel(
         chain_ptr = chains_ptr + chain * (HEAD + F)
         base = tl.load(chain_ptr, volatile=True)
         num_ids = tl.load(chain_ptr + 1, volatile=True)
-        behind = position - base
+        # Numbers of the host may be anything: nothing is read but from the chain and the row.
+        behind = tl.where((base >= 0) & (base <= position), position - base, -1)
         number = tl.arange(0, BLOCK_F)
         is_before = (number < behind) & (number < F)
         forced = tl.load(chain_ptr + HEAD + number, mask=is_before, other=0, volatile=True)

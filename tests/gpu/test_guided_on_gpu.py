@@ -106,6 +106,40 @@ def test_masks_of_processes_are_those_of_the_cpu_worker(expected, lag):
     assert run.late_by_slot[1] == run.late_by_slot[3] == 0
 
 
+@pytest.mark.parametrize(("lag", "num_drafts"), [(0, 4), (2, 7)])
+def test_chains_of_processes_are_those_of_the_cpu_worker(expected, lag, num_drafts):
+    """The device reads them where processes write them, one of which is killed."""
+    settings = replace(
+        TINY_SETTINGS,
+        attention_backend="triton",
+        num_pages=2048,
+        page_size=16,
+        cuda_graphs=True,
+        tune_gemm=False,
+        mask_processes=2,
+    )
+    guides = ProcessGuides(2, MODEL, "xgrammar")
+    try:
+        runner = load_cuda_runner(MODEL, settings)
+        runner.verify(NgramDrafter(), max_drafts=num_drafts, max_forced=num_drafts)
+        guides.attach(runner.mask_memory, num_slots=8, max_total_len=runner.max_total_len)
+        assert guides.wait_ready(120)
+        run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5, guides=guides)
+        deadline, has_killed = time.monotonic() + 200, False
+        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+            assert time.monotonic() < deadline, run.tokens
+            run.run(5, lag=lag)
+            if not has_killed and len(run.tokens[0]) > 4:
+                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
+                has_killed = True
+    finally:
+        guides.close()
+    got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
+    assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
+    assert run.late_by_slot[1] == run.late_by_slot[3] == 0
+    print({"lag": lag, "late": run.late_by_slot, "most": run.most_tokens})
+
+
 @pytest.mark.parametrize(("lag", "max_drafts", "max_forced"), [(0, 4, 4), (2, 7, 7), (2, 3, 0)])
 def test_forced_drafts_change_no_output(expected, lag, max_drafts, max_forced):
     settings = replace(

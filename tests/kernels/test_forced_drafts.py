@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.drafter import Drafter, NoDrafts
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
@@ -69,6 +72,29 @@ def test_forced_drafts_change_no_output(expected, lag, max_drafts, max_forced, d
     # The device computes a step as soon as it is launched: with steps ahead, masks are late.
     assert run.num_late > 0 or not lag
     assert run.most_tokens > min(2, max_forced) or not max_forced
+
+
+def test_chains_of_processes_are_those_of_the_cpu_worker_and_outlive_them(expected):
+    """Free rows draft n-grams in the same steps. A process is killed whenever its outputs have gone on a little."""
+    runner = _runner(HostDevice(), NgramDrafter(), 3, 3, mask_processes=2)
+    guides = ProcessGuides(2, MODEL, "xgrammar")
+    memory = runner.mask_memory  # type: ignore[attr-defined]
+    guides.attach(memory, num_slots=TINY_SETTINGS.num_slots, max_total_len=runner.max_total_len)
+    try:
+        assert guides.wait_ready(120)
+        run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS, guides=guides)
+        assert len(guides) == 3
+        deadline, num_kills = time.monotonic() + 200, 0
+        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+            assert time.monotonic() < deadline, run.tokens
+            run.run(3, lag=1)
+            if num_kills < 2 and len(run.tokens[0]) > 1 + 3 * num_kills:
+                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
+                num_kills += 1
+        assert num_kills and [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+        assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's process"
+    finally:
+        guides.close()
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.kernels.sampling import forced, sample
-from radixmesh.kernels.sampling.drafts import DraftRows, SlotLengths, accept_drafts
-from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, take_chains
+from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, accept_drafts
+from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, propose_forced, take_chains
 from radixmesh.kernels.sampling.masks import (
     LATE,
     NO_LENGTH,
@@ -193,6 +193,30 @@ def test_masks_of_a_chain_count_behind_its_own_tokens_alone(device):
     chains.versions_M2[0] = torch.tensor([4, 5])
     confirm_chains(taken, seen, slots, masks_S, chains, target)
     assert taken.tolist() == [LATE] * 6 + [NO_MASK, LATE]
+
+
+@pytest.mark.parametrize("head", [[-(10**9), 3], [-(2**31), 2**31 - 1], [2**31 - 1, -5], [5, -(2**31)], [4, 10**9]])
+def test_numbers_that_are_no_chain_are_used_for_nothing(head, device):
+    """Another process writes them. In the middle of memory whose every other number would be seen."""
+    chains_CH = torch.full((2 * 3, HEAD + 3), 77, dtype=torch.int32)
+    chains_CH[3, :2] = torch.tensor(head)
+    chains_CH[3, 2:] = torch.tensor([-1, 10**9, 3])
+    versions = torch.tensor([[0, 0], [1, 1], [0, 0]], dtype=torch.int32)
+    chains = HostChains(versions, chains_CH, torch.zeros(6 * 4, 2, dtype=torch.int32))
+    if device.type == "cuda":
+        chains = HostChains(*(part.pin_memory() for part in chains))
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    tokens_SL = torch.full((3, 16), 77, dtype=torch.int32, device=device)
+    taken, seen = ints([0] * 3), ints([0] * 3)
+    take_chains(ints([1] * 3), ints([0, 5, 15]), ints([NO_MASK, 1, NO_MASK]), chains, tokens_SL, taken, seen)
+    assert all(number == LATE or 3 * 4 <= number < 4 * 4 for number in taken.tolist())
+    window = torch.full((2, 1), -1, dtype=torch.int32, device=device)
+    nothing = torch.zeros(0, 2, dtype=torch.int32, device=device)
+    inputs = DraftInputs(*(ints([number]) for number in (1, 16, -1, -1, -1, 2)), window, nothing, ints([0]))
+    state = SlotLengths(ints([0] * 3), ints([9, 5, 9]), ints([[0]] * 3), tokens_SL)
+    propose_forced(inputs, state, ints([NO_MASK, 1, NO_MASK]), chains, 60, has_others=False)
+    assert inputs.starts.tolist() == [5] and 0 <= inputs.counts.item() <= 2
+    assert all(-1 <= draft < 60 for draft in window.flatten().tolist())
 
 
 def test_a_mask_that_is_written_while_it_is_read_counts_as_late(device, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
 from radixmesh.daemons.worker.collectives import member as member_module
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
+from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
 from radixmesh.daemons.worker.collectives.member import MOST_ATTEMPTS, CollectiveMember
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 
@@ -159,6 +161,36 @@ def test_an_attempt_that_has_ended_makes_room_for_the_next(monkeypatch: pytest.M
                 member.form(generation, "127.0.0.1:1", ["a", "b"])
     finally:
         sys.setswitchinterval(switch_s)
+
+
+def test_a_collective_that_begins_as_the_group_is_left_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group waits for its collectives when it goes: whoever drops one that is left must not wait with it."""
+    members = formed([RankLayout(tp_size=2, tp_rank=rank) for rank in range(2)])
+    member, check = members[0], GlooCommunicator.check
+
+    def leave_behind(communicator: GlooCommunicator) -> None:
+        check(communicator)
+        monkeypatch.undo()
+        member.abort()
+        for thread in threading.enumerate():
+            if thread.name == "group-leaves":
+                thread.join(TIMEOUT_S)
+
+    monkeypatch.setattr(GlooCommunicator, "check", leave_behind)
+    with pytest.raises(CollectiveAborted, match="was left"):
+        member.group.all_reduce(torch.ones(4))
+
+    def drop() -> None:
+        member.group.communicator = None
+        gc.collect()  # Errors have frames, which have it too.
+
+    dropping = threading.Thread(target=drop, daemon=True)
+    dropping.start()
+    dropping.join(MOST_S)
+    is_held_up = dropping.is_alive()
+    members[1].abort()
+    members[1].group.communicator = None
+    assert not is_held_up
 
 
 def refuse(meeting: Meeting) -> Communicator:

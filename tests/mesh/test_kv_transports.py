@@ -244,6 +244,26 @@ async def test_nixl_memory_is_its_writers_until_that_is_over(how: str, capsys: p
 
 
 @needs_nixl
+async def test_a_way_over_grpc_in_place_of_nixl_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    num_fallbacks = 0
+
+    def count() -> None:
+        nonlocal num_fallbacks
+        num_fallbacks += 1
+
+    async with pair(transfer_transport=TransferTransport.GRPC) as both:
+        transport = make_transport(TransferTransport.NIXL, staging_bytes=1 << 20, on_fallback=count)
+        for name in ("a", "b"):
+            region = await both.prepare(name)
+            held, data = both.core(1).transfers.receiver.get(name), data_of(region)
+            await transport.send(both.workers[1].address, region, "w", data)
+            assert held.reception.state is ReceiveState.WRITTEN and (written_of(both, held) == data).all()
+        transport.close()
+    said = [record.levelname for record in caplog.records if record.getMessage() == "nixl_does_not_lead_there"]
+    assert (num_fallbacks, said) == (2, ["WARNING"])
+
+
+@needs_nixl
 async def test_a_writer_that_was_not_let_in_writes_nothing() -> None:
     async with pair(transfer_transport=TransferTransport.NIXL) as both:
         transport = make_transport(TransferTransport.NIXL)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.health.progress import State
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.planning.admission.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
@@ -57,6 +59,30 @@ async def scheduler(worker: str, **changes: object) -> AsyncIterator[str]:
 async def mesh(**changes: object) -> AsyncIterator[str]:
     async with running(WorkerDaemon, worker_settings()) as worker, scheduler(worker.address, **changes) as address:
         yield address
+
+
+async def test_a_first_token_does_not_wait_for_a_load() -> None:
+    """Whenever one is due: the next frame has it."""
+    async with running(WorkerDaemon, worker_settings()) as worker:
+        # The next steps are at the worker before the first one ends, however slow this machine is.
+        settings = SchedulerSettings(workers=(worker.address,), pipeline_depth="2", check_invariants=True)
+        async with running(SchedulerDaemon, settings) as running_one, serve_client(running_one.address) as client:
+            await _take_first_tokens(running_one.daemon.loop, client)
+
+
+async def _take_first_tokens(loop: SchedulerLoop, client: ServeClient) -> None:
+    take = loop.take
+
+    def take_while_a_load_is_due(results: Sequence[StepResult]) -> None:
+        loop.streams.push_loads(is_urgent=False)
+        take(results)
+
+    loop.take = take_while_a_load_is_due
+    num_loads = len(client.loads)
+    for i in range(4):
+        await client.over(await client.submit(PROMPT[: 5 + i], max_tokens=6))
+    assert client.num_loads_beside_first_tokens == 0
+    assert len(client.loads) > num_loads
 
 
 class Process:

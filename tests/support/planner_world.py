@@ -152,6 +152,7 @@ class World:
         return record
 
     def plan(self) -> bool:
+        self.planner.settle_results()
         plan = self.planner.plan(self.now)
         self.collect()
         if self._has_store:
@@ -168,10 +169,15 @@ class World:
         self.results.append(self.executor.run(self.plans.popleft()))
         return True
 
-    def process(self) -> bool:
+    def process(self, *, settles: bool = True) -> bool:
+        """settles: else that is left to the next plan."""
         if not self.results:
             return False
-        self.take(self.planner.process(self.results.popleft()))
+        if settles:
+            self.take(self.planner.process(self.results.popleft()))
+        else:
+            self.planner.take_result(self.results.popleft())
+            self.collect()
         return True
 
     def collect(self) -> None:

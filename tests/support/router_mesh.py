@@ -113,9 +113,14 @@ class RouterMesh:
         settings: dict[str, object],
         model: Path = TINY,
         identity: common_pb2.ModelIdentity = MODEL,
+        other: tuple[Path, common_pb2.ModelIdentity] | None = None,
     ) -> None:
+        """other: the model of the last detokenizer and the last scheduler, where that is another one."""
         num_tokenizers, num_detokenizers, num_schedulers, num_routers = counts
         self.fakes = [FakeScheduler(identity) for _ in range(num_schedulers)]
+        models = [model] * num_detokenizers
+        if other is not None:
+            models[-1], self.fakes[-1].model = other
         self.tokenizers = [
             Member(f"unix:{folder}/tok{i}", lambda rt: TokenizerDaemon(rt, TokenizerSettings(model=model)), "tokenizer")
             for i in range(num_tokenizers)
@@ -123,10 +128,10 @@ class RouterMesh:
         self.detokenizers = [
             Member(
                 f"unix:{folder}/detok{i}",
-                lambda rt: DetokenizerDaemon(rt, DetokenizerSettings(model=model)),
+                lambda rt, of=of: DetokenizerDaemon(rt, DetokenizerSettings(model=of)),  # type: ignore[misc]
                 "detokenizer",
             )
-            for i in range(num_detokenizers)
+            for i, of in enumerate(models)
         ]
         self.schedulers = [
             Member(f"unix:{folder}/sched{i}", _builder(fake), "scheduler") for i, fake in enumerate(self.fakes)
@@ -189,10 +194,12 @@ async def router_mesh(
     routers: int = 1,
     model: Path = TINY,
     identity: common_pb2.ModelIdentity = MODEL,
+    other: tuple[Path, common_pb2.ModelIdentity] | None = None,
     **settings: object,
 ) -> AsyncIterator[RouterMesh]:
     with tempfile.TemporaryDirectory(prefix="rm") as folder:
-        mesh = RouterMesh(Path(folder), (tokenizers, detokenizers, schedulers, routers), settings, model, identity)
+        counts = (tokenizers, detokenizers, schedulers, routers)
+        mesh = RouterMesh(Path(folder), counts, settings, model, identity, other)
         try:
             await asyncio.gather(*(member.start() for member in mesh.members))
             for i in range(routers):

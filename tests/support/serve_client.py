@@ -46,6 +46,7 @@ class ServeClient:
         self.reservations: dict[str, scheduler_pb2.ReservationResult] = {}
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.num_token_frames = 0
+        self.num_loads_beside_first_tokens = 0
         self.most_tokens_a_row = 0
         """Of one output in one frame: more than a step gives it where steps were merged."""
         self.error: MeshError | None = None
@@ -117,6 +118,8 @@ class ServeClient:
             self.hello = frame.hello
         if frame.HasField("load"):
             self.loads.append(frame.load)
+            handles = unpack_ints(frame.tokens.handles, "handles").tolist()
+            self.num_loads_beside_first_tokens += any(not self.seen[handle].tokens for handle in handles)
         rows = frame.tokens
         if rows.handles:
             self.num_token_frames += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ pytest.importorskip("xxhash")
 from support.kv_stores import content, mooncake_store, pages_of, targets_of
 
 from radixmesh.daemons.worker.kv_store.backend import KvStoreError, StoreFailure
+from radixmesh.daemons.worker.kv_store.listeners import open_listeners
 from radixmesh.daemons.worker.kv_store.opening import open_backend
 from radixmesh.daemons.worker.kv_store.store import Got, KvStore, Page
 
@@ -88,6 +90,36 @@ def test_a_master_that_hangs_holds_nobody_for_long() -> None:
         servers.process(MASTER).send_signal(signal.SIGCONT)
         clock.now += 100
         assert get(store, pages) == [Got.HIT] * 20 and store.put(pages_of(2, 3)).result(60) == 3
+        store.close()
+
+
+def test_a_master_that_hangs_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would hold the interpreter's lock for seconds, and with it all of the worker."""
+    with mooncake_store() as servers:
+        from radixmesh.daemons.worker.kv_store import mooncake_backend
+
+        def join() -> None:
+            raise AssertionError("the library was asked to join a master that hangs")
+
+        monkeypatch.setattr(mooncake_backend, "MooncakeDistributedStore", join)
+        servers.process(MASTER).send_signal(signal.SIGSTOP)
+        store = KvStore(open_backend(f"mooncake://{servers.master}?pool=16MiB"))
+        assert get(store, pages_of(1, 3)) == [Got.FAILED] * 3
+        servers.process(MASTER).send_signal(signal.SIGCONT)
+        store.close()
+
+
+def test_a_client_is_reached_by_its_own_address_alone() -> None:
+    with mooncake_store() as servers, socket.create_server(("0.0.0.0", 0)) as other:
+        before = open_listeners()
+        store = KvStore(open_backend(f"mooncake://{servers.master}?pool=16MiB&segment=16MiB"))
+        ports = [port for inode, port in open_listeners().items() if inode not in before]
+        assert len(ports) == 2 and other.getsockname()[1] not in ports
+        for port in ports:
+            socket.create_connection(("127.0.0.1", port), 20).close()
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.2", port), 0.3)
+        socket.create_connection(("127.0.0.2", other.getsockname()[1]), 20).close()
         store.close()
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("xxhash")
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import PageMove
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings
 from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
@@ -70,14 +71,22 @@ class HeldBackend(KvBackend):
 class Side:
     """A worker's host memory and tier. The device pages of `plane` are what is saved."""
 
-    def __init__(self, backend: KvBackend, limits: QueueLimits | None = None, *, puts: bool = True) -> None:
+    def __init__(
+        self,
+        backend: KvBackend,
+        limits: QueueLimits | None = None,
+        *,
+        puts: bool = True,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.plane = np.zeros((NUM, BYTES), np.uint8)
         self.pool = ArrayHostPool(NUM * BYTES, {"kv": self.plane})
         sizes = Limits(
             page_size=SIZE, num_pages=NUM, num_slots=4, max_tokens_per_step=64, vocab_size=1000, max_total_len=64
         )
         self.records = HostRecords(sizes)
-        self.tier = StoreTier(KvStore(backend, limits=limits), FORMAT, self.pool, self.records, puts=puts)
+        store = KvStore(backend, limits=limits)
+        self.tier = StoreTier(store, FORMAT, self.pool, self.records, metrics, puts=puts)
         self.received_step = 1
         self.is_holder = True
 
@@ -147,6 +156,16 @@ async def test_pages_that_one_saves_another_fetches() -> None:
     assert await first.fetch(np.concatenate([IDS, more]), [3], previous=1) == 1
     assert first.pool.memory[3, 0] == 30
     close(first, second)
+
+
+async def test_pages_that_the_store_evicts_are_counted() -> None:
+    backend, metrics = MemoryBackend(budget_bytes=400), Metrics()
+    side = Side(backend, metrics=metrics)
+    side.save(IDS, [7, 2, 5, 0, 1])
+    await side.settled(5)
+    close(side)  # Its thread has told of them.
+    evicted = metrics.registry.get_sample_value("radixmesh_kv_store_pages_total", {"outcome": "evicted"})
+    assert evicted == backend.usage().evicted_pages > 0
 
 
 async def test_a_rank_whose_pages_another_stores_puts_none_and_fetches() -> None:
@@ -302,6 +321,29 @@ async def test_a_store_that_hangs_ends_no_fetch_late(monkeypatch: pytest.MonkeyP
     backend.go_on.set()
     close(side)
     assert side.records.filled[7] == 0 and side.pool.memory[[5, 6], 0].tolist() == [10, 11]
+
+
+async def test_a_store_that_answers_nothing_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches that come behind one that waited in vain are told so at once, those in the queue with it."""
+    backend = HeldBackend()
+    side = Side(backend)
+    side.save(IDS, [0, 1, 2, 3, 4])
+    await side.settled(5)
+    backend.go_on.clear()
+    loop, passed_s = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed_s)
+    monkeypatch.setattr(store_tier, "_STORE_S", 1e6)
+    fetching = asyncio.ensure_future(side.fetch(IDS, [5, 6, 7, 8, 9]))
+    while side.tier.store.counters().queued_bytes == 0:
+        await asyncio.sleep(0.002)
+    passed_s = 2e6
+    assert await fetching == 0
+    refused = side.tier.store.counters().refused
+    assert await side.fetch(IDS, [5, 6, 7, 8, 9]) == 0
+    assert side.tier.store.counters().refused == refused + 1
+    backend.go_on.set()
+    close(side)
 
 
 async def test_a_tier_that_is_closed_does_not_store_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

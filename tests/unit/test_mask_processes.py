@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,126 +17,20 @@ import pytest
 from support.guided_runs import MODEL, backend, vocabulary
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
-from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided import guide as guide_module
 from radixmesh.daemons.worker.guided import mask_link, mask_part, process_guides
-from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.guided.mask_frames import HEAD, Admission, FrameReader, Kind, frame, ints
-from radixmesh.daemons.worker.guided.mask_part import OutputRows, PartState
+from radixmesh.daemons.worker.guided.mask_part import MaskPart, OutputRows, PartState, Shared
 from radixmesh.daemons.worker.guided.mask_server import MaskServer, ReportedMasks, Reports
 from radixmesh.daemons.worker.guided.mask_warm_up import warm_server
-from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("torch")
-from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
-
-NUM_SLOTS, NUM_PROCESSES, MAX_LEN = 6, 2, 200
-PROMPT = np.array([5, 6, 7], np.int32)
-SOURCES = [
-    GrammarSource(GrammarForm.REGEX, text) for text in ("([ab]{2,5}c )*d", "[0-9]{200}", "(yes|no)( and [a-z]*)*")
-]
-_TIMEOUT_S = 60.0
-
-
-def _until(is_done: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + _TIMEOUT_S
-    while not is_done():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.005)
-
-
-class Outputs:
-    """Outputs in slots, and beside each a matcher of this process that goes the same way."""
-
-    def __init__(self) -> None:
-        num_ids = vocabulary().vocab_size
-        self.masks = SlotMasks(
-            HostDevice(), num_slots=NUM_SLOTS, max_rows=NUM_SLOTS, vocab_size=num_ids, num_processes=NUM_PROCESSES
-        )
-        self.guides = ProcessGuides(NUM_PROCESSES, MODEL, "xgrammar")
-        self.guides.attach(self.masks, num_slots=NUM_SLOTS, max_total_len=MAX_LEN)
-        assert self.guides.wait_ready(_TIMEOUT_S)
-        self.store = GrammarStore(backend().format, backend)
-        self.rng = np.random.default_rng(1)
-        self.tokens: dict[int, list[int]] = {}
-        self.slots: IntArray | None = None
-        """Of all steps; None: those with outputs."""
-        self._matchers = {}
-        self._artefacts = [backend().compile(source) for source in SOURCES]
-
-    def admit(self, slot: int, output_ids: Sequence[int] = (), blob: bytes | None = None) -> None:
-        artefact = self._artefacts[slot % len(SOURCES)]
-        matcher = self._matchers[slot] = backend().load(artefact).matcher()
-        assert all(matcher.accept(token) for token in output_ids)
-        self.tokens[slot] = list(output_ids)
-        admit = Admit(
-            slot=slot,
-            generation=1,
-            request_id=str(slot),
-            prompt_ids=PROMPT,
-            output_ids=np.array(output_ids, np.int32),
-            max_total_len=MAX_LEN,
-            sampling=Sampling(),
-            grammar_hash=str(slot % len(SOURCES)) if blob is None else "broken",
-        )
-        self.guides.admitted(admit, artefact if blob is None else blob, self.store, self.masks.sink(admit))
-        self.masks.admitted(admit)
-
-    def release(self, slot: int) -> None:
-        self.guides.released(slot)
-        del self.tokens[slot], self._matchers[slot]
-
-    def row(self, slot: int) -> int:
-        return int(self.guides._row_of_slot[slot])
-
-    def is_over(self, slot: int) -> bool:
-        return bool(self._matchers[slot].is_over)
-
-    def is_published(self, slot: int) -> bool:
-        """The device would find the mask of the slot's next token."""
-        return bool(self.masks.positions[self.row(slot)] == len(PROMPT) + len(self.tokens[slot]))
-
-    def check(self) -> None:
-        """All masks come, on the device too, and are those of the matchers here."""
-        slots = list(self.tokens)
-        self.guides.wait(slots, None)
-        assert not self.guides.has_errors, list(self.guides.errors())
-        for slot in slots:
-            assert self.is_published(slot) and not self.guides.is_late(slot)
-            assert (self.on_device(slot) == self.expected(slot)).all(), slot
-
-    def on_device(self, slot: int) -> MaskWords:
-        return self.masks._host.words_MW.numpy()[self.row(slot)]
-
-    def expected(self, slot: int) -> MaskWords:
-        words: MaskWords = np.zeros(self.masks.words.shape[1], np.int32)
-        if self._matchers[slot].is_over:
-            return words - 1
-        self._matchers[slot].fill(words)
-        return words
-
-    def step(self) -> None:
-        """Samples a token for each slot, as a step on a device does: -1 where there is no mask."""
-        slots = np.array(sorted(self.tokens), np.int32) if self.slots is None else self.slots
-        ids = np.full(len(slots), -1, np.int32)
-        for index, slot in enumerate(slots.tolist()):
-            if slot not in self.tokens or not self.is_published(slot):
-                continue
-            mask = self.on_device(slot)
-            assert (mask == self.expected(slot)).all(), "a mask that is there is right, or it is not there"
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocabulary().vocab_size)
-            ids[index] = self.rng.choice(np.flatnonzero(bits))
-            self._matchers[slot].accept(int(ids[index]))
-            self.tokens[slot].append(int(ids[index]))
-        assert self.guides.launched(slots, lambda: ids).acquire(timeout=_TIMEOUT_S)
+from support.mask_outputs import NUM_SLOTS, SOURCES, TIMEOUT_S, Outputs, until
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +48,7 @@ def outputs(processes: Outputs) -> Outputs:
     processes.slots = None
     for part in processes.guides._parts:
         part._ends.clear()
-    assert processes.guides.wait_ready(_TIMEOUT_S)
+    assert processes.guides.wait_ready(TIMEOUT_S)
     return processes
 
 
@@ -176,74 +69,93 @@ def test_masks_are_those_of_one_process_and_rows_come_back(outputs: Outputs) -> 
     for slot in range(NUM_SLOTS):
         outputs.release(slot)
     assert len(outputs.guides) == 0
-    free = outputs.masks._free
-    _until(lambda: sum(map(len, free)) == len(outputs.masks.words), "rows whose outputs have left are free again")
+    until(lambda: outputs.are_rows_free, "rows whose outputs have left are free again")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_ends_with_outputs_open_has_a_successor(
-    outputs: Outputs, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+def test_processes_that_end_with_outputs_open_have_successors(
+    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills come at any time, between tokens that are on their way. One that stands still is found by its silence."""
     monkeypatch.setattr(mask_part, "_SILENT_S", 3.0)
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()
-    for number in range(2):
+    outputs.step()
+    ended = outputs.guides.pids
+    for pid, how in zip(ended, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+        os.kill(pid, how)
+    for _ in range(5):
         outputs.step()
-        killed = outputs.guides.pids[number]
-        os.kill(killed, how)
-        # The other process goes on, and this one's outputs may leave and come.
-        for _ in range(5):
-            outputs.step()
-        outputs.release(number)
-        outputs.admit(number)
-        _until(lambda killed=killed: killed not in outputs.guides.pids, "it is replaced")
+    # Outputs may leave and come meanwhile.
+    for slot in range(2):
+        outputs.release(slot)
+        outputs.admit(slot)
+    until(lambda: not set(ended) & set(outputs.guides.pids), "they are replaced")
+    outputs.check()
+    for _ in range(3):
+        outputs.step()
         outputs.check()
-        for _ in range(3):
-            outputs.step()
-            outputs.check()
     for slot in range(NUM_SLOTS):
         outputs.release(slot)
-    _until(lambda: sum(map(len, outputs.masks._free)) == len(outputs.masks.words), "no row is lost")
+    until(lambda: outputs.are_rows_free, "no row is lost")
 
 
-def test_reports_that_make_no_sense_end_their_process_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of another process, a frame without an end, and no frame at all."""
+def test_a_report_that_makes_no_sense_ends_its_process_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are another process's."""
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()
     part, other = outputs.guides._parts
-    assert other.link is not None
-    others = other.link.pid
-    for bad in (np.full((3, 1), outputs.masks.rows_a_part, np.int32).tobytes(), b"123", None):
-        _until(lambda: part.state is PartState.LIVE, "it is back")
-        link = part.link
-        assert link is not None
-        killed = link.pid
-        oversized = HEAD.pack(Kind.PUBLISHED, 1 << 30)
-        data = oversized if bad is None else frame(Kind.PUBLISHED, bad)
-        read = link._reader.read
-        monkeypatch.setattr(link._reader, "read", lambda _, read=read, data=data: read(data))
-        _until(lambda killed=killed: killed not in outputs.guides.pids, "it is replaced")
-        outputs.check()
-        part._ends.clear()
+    assert part.link is not None and other.link is not None
+    link, ended, others = part.link, part.link.pid, other.link.pid
+    data = frame(Kind.PUBLISHED, np.full((3, 1), outputs.memory.rows_a_part, np.int32).tobytes())
+    read = link._reader.read
+    monkeypatch.setattr(link._reader, "read", lambda _: read(data))
+    until(lambda: ended not in outputs.guides.pids, "it is replaced")
+    outputs.check()
     assert others in outputs.guides.pids
+
+
+@pytest.mark.parametrize("data", [frame(Kind.PUBLISHED, b"123"), frame(Kind.FREED, b""), HEAD.pack(8, 1 << 30)])
+def test_what_is_no_report_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers without an end, none at all, a frame beyond all bounds: `ProcessGuides` ends the process, as above."""
+
+    class Started:
+        pid = 0
+
+        def __init__(self, *_: object, **__: object) -> None:
+            return
+
+    monkeypatch.setattr(mask_link.subprocess, "Popen", Started)
+    part = MaskPart(Shared(lambda: None), 0, Path(), "xgrammar")
+    part.start()
+    ours, theirs = socket.socketpair()
+    assert part.link is not None
+    part.link.socket.close()
+    part.link.socket = ours
+    with ours, theirs:
+        theirs.sendall(data)
+        with pytest.raises((ValueError, TypeError)):
+            part.take([])
 
 
 def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_part, "_REST_S", 0.5)
+    # On a loaded machine four processes take longer than that to start, and their ends would be no row.
+    monkeypatch.setattr(mask_part, "_ENDS_S", 1e9)
     for slot in range(NUM_SLOTS):
         outputs.admit(slot)
     outputs.check()
     part = outputs.guides._parts[0]
+    ended = 0
     for _ in range(mask_part.MOST_ENDS + 1):
         assert not outputs.guides.has_errors
-        _until(lambda: part.state is PartState.LIVE, "it is back")
+        # Those that are not ready yet count too.
+        until(lambda ended=ended: part.link is not None and part.link.pid != ended, "it is back")
         assert part.link is not None
-        os.kill(part.link.pid, signal.SIGKILL)
-        _until(lambda: part.state is not PartState.LIVE, "its end is noticed")
-    _until(lambda: outputs.guides.has_errors, "they do not wait for ever")
+        ended = part.link.pid
+        os.kill(ended, signal.SIGKILL)
+    until(lambda: outputs.guides.has_errors, "they do not wait for ever")
     failed = dict(outputs.guides.errors())
     assert sorted(failed) == [0, 2, 4]
     assert {error.reason for error in failed.values()} == {ErrorReason.ERROR_REASON_NOT_SERVING}
@@ -254,7 +166,7 @@ def test_processes_that_keep_ending_fail_their_outputs_alone(outputs: Outputs, m
     outputs.check()
     outputs.step()
     outputs.check()
-    _until(lambda: part.state is PartState.LIVE, "it is tried again after a rest")
+    until(lambda: part.state is PartState.LIVE, "it is tried again after a rest")
     for slot in failed:
         outputs.admit(slot)
     outputs.check()
@@ -265,15 +177,15 @@ def test_a_grammar_that_cannot_be_read_and_a_token_that_is_forbidden_end_their_o
     outputs.admit(2)
     outputs.admit(4, blob=b"no artefact")
     outputs.admit(1)
-    _until(lambda: outputs.guides.has_errors, "it is told")
+    until(lambda: outputs.guides.has_errors, "it is told")
     assert [(slot, error.reason) for slot, error in outputs.guides.errors()] == [
         (4, ErrorReason.ERROR_REASON_INVALID_GRAMMAR)
     ]
     outputs.release(4)
     outputs.check()
     forbidden = np.full(1, vocabulary().tokenizer.token_to_id("x"), np.int32)
-    assert outputs.guides.launched(np.array([0]), lambda: forbidden).acquire(timeout=_TIMEOUT_S)
-    _until(lambda: outputs.guides.has_errors, "it is told")
+    assert outputs.guides.launched(np.array([0]), lambda: forbidden).acquire(timeout=TIMEOUT_S)
+    until(lambda: outputs.guides.has_errors, "it is told")
     assert [slot for slot, _ in outputs.guides.errors()] == [0]
     outputs.release(0)
     outputs.check()
@@ -288,7 +200,7 @@ def test_what_nobody_foresaw_ends_the_outputs_of_a_step_and_no_thread(
     with monkeypatch.context() as patched:
         patched.setattr(outputs.guides, "move", lambda *_: 1 // 0)
         ids = np.zeros(2, np.int32)
-        assert outputs.guides.launched(np.array([0, 3]), lambda: ids).acquire(timeout=_TIMEOUT_S)
+        assert outputs.guides.launched(np.array([0, 3]), lambda: ids).acquire(timeout=TIMEOUT_S)
     assert sorted(slot for slot, _ in outputs.guides.errors()) == [0, 3]
     for slot in (0, 3):
         outputs.release(slot)
@@ -300,7 +212,7 @@ def test_artefacts_are_sent_once_and_as_many_are_kept_as_have_room(
     outputs: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    _until(lambda: sum(map(len, outputs.masks._free)) == len(outputs.masks.words), "nobody has one of the artefacts")
+    until(lambda: outputs.are_rows_free, "nobody has one of the artefacts")
     for part in outputs.guides._parts:
         part._sent.clear()
         assert part.link is not None
@@ -362,9 +274,9 @@ def test_masks_of_all_processes_are_copied_at_once(outputs: Outputs, monkeypatch
         outputs.admit(slot)
     outputs.check()
     monkeypatch.setattr(process_guides, "_GATHER_S", 1.0)
-    published, publish = [], outputs.masks.publish
+    published, publish = [], outputs.memory.publish
     monkeypatch.setattr(
-        outputs.masks, "publish", lambda rows, positions: (published.append(len(rows)), publish(rows, positions))
+        outputs.memory, "publish", lambda rows, positions: (published.append(len(rows)), publish(rows, positions))
     )
     outputs.step()
     outputs.check()
@@ -417,11 +329,11 @@ def test_a_server_is_warm_without_outputs_and_one_that_cannot_be_is_none_the_wor
         told.clear()
         # Row 0 and grammar 1 were those of outputs that nobody asked for.
         server.take(Kind.ADMIT, ints(*Admission(row=0, serial=1, grammar=1, position=4, has_mask=0)))
-        _until(lambda: bool(told), "it is answered")
+        until(lambda: bool(told), "it is answered")
         assert [kind for kind, _ in told] == [Kind.FAILED]
         server.take(Kind.GRAMMAR, ints(2) + artefact)
         server.take(Kind.ADMIT, ints(*Admission(row=1, serial=7, grammar=2, position=4, has_mask=0)))
-        _until(lambda: len(told) > 1, "it is answered")
+        until(lambda: len(told) > 1, "it is answered")
         assert told[1:] == [(Kind.PUBLISHED, ints(1, 7, 4))]
         assert (words[1] == expected).all() and not words[0].any()
 
@@ -449,7 +361,7 @@ def test_an_output_of_before_that_begins_late_leaves_others_their_grammars(monke
     artefact = backend().compile(SOURCES[1])
     server.take(Kind.GRAMMAR, ints(1) + artefact)
     server.take(Kind.ADMIT, admit)
-    _until(lambda: told == [Kind.PUBLISHED] * 2, "both have masks")
+    until(lambda: told == [Kind.PUBLISHED] * 2, "both have masks")
     expected: MaskWords = np.zeros(num_words, np.int32)
     backend().load(artefact).matcher().fill(expected)
     assert (words[1] == expected).all() and (words[0] != expected).any()
@@ -505,7 +417,7 @@ def test_processes_end_with_their_worker(tmp_path: Path) -> None:
     assert len(pids) == 2
     worker.kill()
     worker.wait()
-    _until(partial(_are_gone, pids), "nothing survives the worker")
+    until(partial(_are_gone, pids), "nothing survives the worker")
 
 
 def _are_gone(pids: Sequence[int]) -> bool:
@@ -567,5 +479,5 @@ def test_tokens_behind_the_end_of_an_output_that_a_successor_has_are_read_by_nob
     begun[0].run()
     for number in range(2):
         server.take(Kind.TOKENS, ints(0, 1, 7))
-        _until(lambda number=number: len(told) > number, "it is answered")
+        until(lambda number=number: len(told) > number, "it is answered")
     assert told == [(Kind.PUBLISHED, ints(0, 1, end + 1)), (Kind.PUBLISHED, ints(0, 1, end + 2))]

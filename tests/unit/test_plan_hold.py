@@ -59,6 +59,7 @@ class Device:
             result = self._world.executor.run(self._plans.pop(0))
             times = {"device_start_ns": int(start_s * 1e9), "device_end_ns": int(end_s * 1e9)}
             self._loop.take([replace(result, **times)])
+            self._loop.settle()
         await self.plan()
 
 

@@ -207,9 +207,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def fetch(self) -> None:
         self.world.store.step()
 
-    @rule()
-    def process(self) -> None:
-        self.world.process()
+    @rule(settles=st.booleans())
+    def process(self, settles: bool) -> None:
+        self.world.process(settles=settles)
 
     @rule(times=st.integers(1, 12))
     def run_some(self, times: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from support.planner_world import Record, World
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.sequence import Lifecycle
 
 SYSTEM = [2 + (7 * i) % 61 for i in range(48)]
@@ -56,6 +57,38 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
     world.run()
     check(world, records)
     assert world.planner.counters.prefilled_tokens <= len(SYSTEM) + 8 * 40 + 16
+
+
+@pytest.mark.parametrize("way", ["goes on", "aborted", "stopped", "epoch"])
+def test_a_prompt_whose_first_token_was_taken_is_found_once_the_result_is_settled(way: str) -> None:
+    """Whatever happens between the two."""
+    world = World(chunk_tokens=64, max_tokens_per_step=64, num_pages=512, eos_rate=0.0)
+    record = world.submit(SYSTEM, stop=Stop(max_tokens=6))
+    world.plan()
+    world.execute()
+    world.planner.take_result(world.results.popleft())
+    world.collect()
+    assert len(record.tokens) == 1
+    match way:
+        case "aborted":
+            world.planner.abort("r1")
+        case "stopped":
+            world.planner.finish_by_stop(record.submission.owner, record.submission.handle, 1)
+        case "epoch":
+            world.planner.end_epoch()
+            world.begin_epoch()
+    world.planner.settle_results()
+    world.collect()
+    state = world.planner.state
+    assert state is not None and state.page_counts()[PageState.CACHED] == len(SYSTEM)
+    later = world.submit(SYSTEM)
+    world.run()
+    if way in ("goes on", "epoch"):
+        check(world, [record, later])
+    else:
+        check(world, [later])
+    # All of the prompt was found but its last token, by the request of the new epoch too.
+    assert world.planner.counters.prefilled_tokens == len(SYSTEM) + (2 if way == "epoch" else 1)
 
 
 def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
@@ -210,6 +243,30 @@ def test_equal_tokens_behind_another_prefix_are_waited_for_by_nobody() -> None:
     assert world.planner.num_running == 2 and world.planner.queue.num_waiting_for_prefix == 0
     world.run()
     check(world, [*seen, *records])
+
+
+def test_a_prompt_is_compared_with_others_for_a_few_times_its_length_at_most() -> None:
+    """However many go on as it does, each of them behind a beginning of its own."""
+    world = World(num_pages=65_536, chunk_tokens=8, max_tokens_per_step=128, max_total_len=8192, num_slots=12)
+    text = [2 + (7 * i + i // 50) % 43 for i in range(3000)]
+    beginnings = {start: [start] * (start - 38) for start in range(50, 59)}
+    beginnings[49] = [49, *text[1:30]]
+    seen = [world.submit(beginning, stop=Stop(max_tokens=1)) for beginning in beginnings.values()]
+    world.run()
+    own = beginnings.pop(49)
+    records = [world.submit(start + text[len(start) :], stop=Stop(max_tokens=1)) for start in beginnings.values()]
+    world.plan()
+    counters = world.planner.counters
+    assert world.planner.num_running == len(beginnings), "all of them lead"
+    before = counters.num_compared_tokens
+    last = world.submit(own + text[len(own) :], stop=Stop(max_tokens=1))
+    world.execute()
+    world.process()
+    world.plan()
+    assert world.planner.num_running == len(beginnings) + 1 and world.planner.queue.num_waiting_for_prefix == 0
+    assert 2 * len(text) < counters.num_compared_tokens - before <= 4 * len(text)
+    world.run()
+    check(world, [*seen, *records, last])
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

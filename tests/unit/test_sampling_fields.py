@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -31,6 +31,14 @@ def test_a_field_survives_the_wire(field: str) -> None:
     sampling = changed(field)
     message = common_pb2.SamplingParams.FromString(sampling_to_proto(sampling).SerializeToString())
     assert sampling_from_proto(message) == sampling
+
+
+@pytest.mark.parametrize("field", ALL)
+def test_a_field_survives_the_wire_beside_any_seed(field: str) -> None:
+    """Options are remembered without their seed, and get it back."""
+    for seed in (7, 2**64 - 1, 0):
+        sampling = replace(changed(field), seed=seed)
+        assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
 
 
 def _in_json(field: str) -> object:

@@ -177,7 +177,9 @@ async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned()
 
         async def write() -> None:
             await router.outbox.wait()
-            events.append(f"tokens, {len(stream.messages)} plans")
+            assert loop.planner.state is not None
+            num_cached = loop.planner.state.page_counts()[PageState.CACHED]
+            events.append(f"tokens, {len(stream.messages)} plans, {num_cached} pages cached")
 
         writing = asyncio.ensure_future(write())
         router.outbox.take(0)
@@ -188,7 +190,37 @@ async def test_a_first_token_leaves_before_the_step_behind_the_next_is_planned()
         await writing
     driving.cancel()
     await asyncio.wait((driving,))
-    assert events == ["tokens, 2 plans"]
+    assert events == ["tokens, 2 plans, 0 pages cached"]
+    assert loop.planner.state is not None and loop.planner.state.page_counts()[PageState.CACHED] == 3
+
+
+async def test_the_plan_that_has_a_submit_leaves_before_the_load_that_it_makes() -> None:
+    world, now = World(), [0.0]
+    loop = _loop_of_short_steps(world, lambda: now[0])
+    router, stream = loop.streams.open("router"), _Stream()
+    router.outbox.wants_load = False
+    now[0] = 1.0  # A change is told at once, but no more often than so.
+    driving = asyncio.ensure_future(loop.drive(ClaimedGroup(stream, world.group, (), ())))  # type: ignore[arg-type]
+    loop.planner.submit(world.submission([2, 3, 4]))
+    loop.submitted()
+    async with asyncio.timeout(30):
+        while not stream.messages:
+            assert not router.outbox.wants_load
+            await asyncio.sleep(0)
+        while not router.outbox.wants_load:
+            await asyncio.sleep(0)
+    driving.cancel()
+    await asyncio.wait((driving,))
+
+
+async def test_a_submit_that_is_refused_while_no_epoch_runs_is_answered_at_once() -> None:
+    world = World()
+    loop = _loop_of_short_steps(world)
+    loop.planner.end_epoch()
+    router = loop.streams.open("router")
+    loop.planner.submit(replace(world.submission([2, 3, 4]), owner=router.owner, prompt_ids=as_ints([])))
+    loop.submitted()
+    assert len(router.outbox.take(0).rejected) == 1
 
 
 async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() -> None:
@@ -203,6 +235,7 @@ async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() 
         for number, plan in enumerate(plans):
             result = world.executor.run(plan)
             loop.take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
+        loop.settle()
 
     await loop.sender.send_plans(stream)
     answer_all()

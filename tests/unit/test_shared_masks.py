@@ -71,7 +71,7 @@ def _guide(matcher: Counted) -> Guide:
 
 def _run(guides: Sequence[Guide]) -> None:
     shared, alone = Guide.begin([(guide, [3]) for guide in guides])
-    assert len(shared) + len(alone) == len(guides) and not run_together(shared, alone)
+    assert len(shared) + len(alone) == len(guides) and not run_together(shared, alone).slow
 
 
 def test_waiting_makes_no_output_slow_and_calls_stay_shared() -> None:
@@ -254,7 +254,7 @@ def test_what_nobody_foresaw_ends_its_outputs_with_a_reason_and_no_thread(
     filler = MaskFiller(num_threads=1)
     follow = filler.follow_here if is_here else filler.follow
     with monkeypatch.context() as patched:
-        patched.setattr(shared_calls, "_where_to_fill", lambda _: 1 // 0)
+        patched.setattr(shared_calls, "_where_to_fill", lambda *_: 1 // 0)
         follow([(guide, (3,)) for guide in guides[:2]])
         assert all(guide.wait(60) for guide in guides[:2])
     for guide in guides[:2]:

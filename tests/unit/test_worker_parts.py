@@ -331,6 +331,50 @@ async def test_jobs_of_a_batch_start_at_once_and_their_outcomes_come_together():
     queue.close()
 
 
+async def test_what_an_urgent_outcome_leads_to_comes_before_the_next_job():
+    queue, seen = StepQueue(loop_s=60.0), []
+    loop = asyncio.get_running_loop()
+    entered, gate = threading.Event(), threading.Event()
+
+    def first():
+        entered.set()
+        gate.wait(60)
+        return StepHandle.of("first token")
+
+    def written(_):
+        # As a stream's task does, which its outbox wakes.
+        loop.call_soon(seen.append, "written")
+
+    queue.submit(first, written, is_urgent=True)
+    behind = asyncio.ensure_future(queue.run(lambda: seen.append("next step")))
+    await asyncio.sleep(0)  # The next job is in the queue.
+    entered.wait(60)
+    gate.set()
+    await behind
+    assert seen == ["written", "next step"]
+    queue.close()
+
+
+async def test_a_job_does_not_wait_for_a_loop_that_is_busy_for_long():
+    queue, started = StepQueue(), threading.Event()
+    entered, gate = threading.Event(), threading.Event()
+
+    def first():
+        entered.set()
+        gate.wait(60)
+        return StepHandle.of("first token")
+
+    outcome = asyncio.get_running_loop().create_future()
+    queue.submit(first, lambda _: outcome.set_result(started.wait(60)), is_urgent=True)
+    behind = asyncio.ensure_future(queue.run(started.set))
+    await asyncio.sleep(0)
+    entered.wait(60)
+    gate.set()
+    assert await outcome, "the loop itself waited for the next job here"
+    await behind
+    queue.close()
+
+
 async def test_a_job_that_blocks_leaves_the_loop_free():
     queue = StepQueue()
     gate = threading.Event()

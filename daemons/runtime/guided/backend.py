@@ -62,6 +62,8 @@ class GreedyTokens:
         self._first_bytes = np.array([text[0] if text else -1 for text in self._texts], np.int16)
         self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
         self._longest = max(map(len, self._ids))
+        bytes_alone = np.array([token for text, token in self._ids.items() if len(text) == 1], np.int32)
+        self._byte_words, self._byte_bits = bytes_alone >> 5, bytes_alone & 31
 
     def encode(self, text: bytes, most: int = sys.maxsize) -> list[int]:
         """At most so many tokens. Bytes that no token stands for are left out."""
@@ -93,6 +95,12 @@ class GreedyTokens:
         bits = np.unpackbits(words[indexes].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
         which, bit = np.nonzero(bits)
         return self._forced(32 * indexes[which] + bit)
+
+    def may_force(self, words: npt.NDArray[np.int32], rows: Sequence[int] | npt.NDArray[np.int32]) -> list[bool]:
+        """False of each of these masks, rows of int32 [any, words], that allows two single bytes: it forces no text."""
+        bits = words[np.asarray(rows, np.int64)[:, None], self._byte_words] >> self._byte_bits & 1
+        may_be: list[bool] = (bits.sum(axis=1) < 2).tolist()
+        return may_be
 
     def _forced(self, ids: npt.NDArray[np.intp]) -> int | None:
         if not len(ids) or ids[-1] >= len(self._texts):

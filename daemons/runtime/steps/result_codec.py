@@ -62,8 +62,12 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         raise missing_field("result.step_id")
     counts = ids_from(message.counts, "result.counts")
     ids = ids_from(message.ids, "result.ids")
-    check_lengths("result.ids", (len(ids), int(counts.sum(dtype="int64"))))
-    beside = {name: _beside_counts(message, name, len(counts)) for name in ("no_token_reasons", "drafted", "accepted")}
+    check_lengths("result.ids", (len(ids), int(np.add.reduce(counts, dtype=np.int64))))
+    no_token_reasons = drafted = accepted = empty_ints()
+    if message.no_token_reasons or message.drafted or message.accepted:  # Hardly ever, and this is on a token's way.
+        no_token_reasons = _beside_counts(message, "no_token_reasons", len(counts))
+        drafted = _beside_counts(message, "drafted", len(counts))
+        accepted = _beside_counts(message, "accepted", len(counts))
     return StepResult(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -83,7 +87,9 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         expert_rows=(message.expert_rows,) if message.HasField("expert_rows") else (),
         expert_loads=ids_from(message.expert_loads, "result.expert_loads") if message.expert_loads else empty_ints(),
         loaded_ops=_ops(message.loaded_ops) if message.loaded_ops else (),
-        **beside,
+        no_token_reasons=no_token_reasons,
+        drafted=drafted,
+        accepted=accepted,
     )
 
 

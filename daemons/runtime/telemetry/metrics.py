@@ -425,6 +425,11 @@ class Metrics:
             "KV transfers that failed at this end, by reason; not_sent: at the sending end.",
             ["reason"],
         )
+        self.kv_transfer_fallbacks = make.counter(
+            "radixmesh_kv_transfer_fallbacks_total",
+            "worker",
+            "KV transfers sent over gRPC though --transfer-transport is nixl: the log says why.",
+        )
         for stage in ("gather", "send", "receive", "scatter"):
             self.kv_transfer_bytes.labels(stage)
             self.kv_transfer_seconds.labels(stage)
@@ -438,10 +443,10 @@ class Metrics:
         self.kv_store_pages = make.counter(
             "radixmesh_kv_store_pages_total",
             "worker",
-            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped (not stored).",
+            "KV pages of the store: reads (hit, miss, corrupt, failed), put, dropped, evicted.",
             ["outcome"],
         )
-        for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped"):
+        for outcome in ("hit", "miss", "corrupt", "failed", "put", "dropped", "evicted"):
             self.kv_store_pages.labels(outcome)
         self.kv_store_bytes = make.counter(
             "radixmesh_kv_store_bytes_total",

@@ -16,6 +16,8 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 # Of one message: encoding it keeps a step waiting for a few tenths of a millisecond at most.
 _MAX_EVENTS, _MAX_TOKENS = 128, 1 << 16
+# A prompt becomes known with its first token, which its router passes on first: it has one thread for both.
+_BEHIND_TOKENS_S = 0.002
 # On the wire 0 is the root.
 _FIRST_NODE = 1
 
@@ -54,6 +56,7 @@ async def watch_cache(
         revision += len(events)
         if not events:
             await loop.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
+            await asyncio.sleep(_BEHIND_TOKENS_S)
 
 
 async def snapshot_messages(

@@ -54,6 +54,8 @@ class PlannerCounters:
     """Of them, for a higher priority."""
     num_prefix_deduplications: int = 0
     """Times a request waited for a prefix that another computed."""
+    num_compared_tokens: int = 0
+    """Compared with those of other prompts, to find whom to wait for."""
     num_held_plans: int = 0
     """Plans that admitted nobody, so that prompts of several ranks begin together."""
     num_page_violations: int = 0

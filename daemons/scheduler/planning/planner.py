@@ -8,8 +8,10 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as PySequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
@@ -40,9 +42,10 @@ from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
 from radixmesh.daemons.scheduler.queue.validation import check_submission
 from radixmesh.daemons.scheduler.results.expert_load import REPORT_STEPS
+from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.results.joined_results import joined_in
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
-from radixmesh.daemons.scheduler.results.result_reader import ResultReader
+from radixmesh.daemons.scheduler.results.result_reader import Prefilled, ResultReader, share_prompts
 from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
@@ -51,6 +54,14 @@ from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
 from radixmesh.daemons.scheduler.transfers.arrival import ArrivalRoom
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
+
+
+class _Unsettled(NamedTuple):
+    """A result whose tokens were taken."""
+
+    step: PlannedStep
+    result: StepResult
+    prompts: PySequence[Prefilled]
 
 
 class Planner:
@@ -83,6 +94,7 @@ class Planner:
         self.estimate = StepEstimate()
         self.token_time = TokenTime()
         self.counters = PlannerCounters()
+        self._unsettled: deque[_Unsettled] = deque()
         self.grammars = GrammarGate(self.queue)
         self.arrivals = KvArrivals(
             self.queue,
@@ -252,6 +264,7 @@ class Planner:
         A request that keeps the group from serving fails, now or when the group is back: see PoisonIsolation.
         """
         state, self._state = self._state, None
+        self._unsettled.clear()
         if state is None:
             return
         self.flush.interrupted()
@@ -291,6 +304,7 @@ class Planner:
         if state is None:
             return None
         assert prefill is not None, "it comes with the state"
+        assert not self._unsettled, "results are settled before the next plan"
         self.arrivals.pass_time(state, now)
         self.handovers.pass_time()
         if state.hosts:
@@ -342,7 +356,16 @@ class Planner:
         return results[0] if self._state is None else joined_in(self._state, results)
 
     def process(self, result: StepResult) -> Outputs:
-        """Takes a result and returns take_outputs(). Results of other epochs are dropped.
+        """Takes a result, settles it, and returns take_outputs(); raises as both do."""
+        self.take_result(result)
+        self.settle_results()
+        return self.take_outputs()
+
+    def take_result(self, result: StepResult) -> None:
+        """Takes the tokens of a result. Results of other epochs are dropped.
+
+        All else waits for settle_results(), so that routers have the tokens before it. Between the two anything but
+        plan() may be called.
 
         Raises MeshError if the worker has diverged (a gap, rows that are not the plan's, ids outside the vocabulary):
         begin a new epoch then.
@@ -350,11 +373,26 @@ class Planner:
         state = self._state
         if state is None or result.epoch != state.epoch:
             self.counters.stale_results += 1
-            return self.take_outputs()
+            return
         step = state.in_flight.answered(result)
         if result.loaded_ops:
             self.loads.loaded(state, result.loaded_ops)
-        self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        prompts = self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        self._unsettled.append(_Unsettled(step, result, prompts))
+
+    def settle_results(self) -> None:
+        """Brings cache, estimates and counters up to the results that were taken, and checks the pages.
+
+        Raises MeshError as check_pages() does: begin a new epoch then.
+        """
+        state = self._state
+        while state is not None and self._unsettled:
+            self._settle(state, *self._unsettled.popleft())
+
+    # -- inside
+
+    def _settle(self, state: EpochState, step: PlannedStep, result: StepResult, prompts: PySequence[Prefilled]) -> None:
+        share_prompts(state, prompts)
         self.handovers.processed(state)
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
@@ -370,9 +408,6 @@ class Planner:
             self.token_time.observe(step.num_tokens, device_us, self.estimate.expect_us(step.num_tokens))
             self.estimate.observe(step.num_tokens, device_us)
         check_pages(state, self.counters, is_strict=self._settings.check_invariants, retract=self._retraction.leave)
-        return self.take_outputs()
-
-    # -- inside
 
     def _finish(
         self, sequence: Sequence, ending: SequenceEnd, error: MeshError | None = None, num_output: int | None = None

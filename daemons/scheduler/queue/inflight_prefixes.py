@@ -34,6 +34,11 @@ _MAX_WAITS_PER_PLAN = 32
 # Positions of fronts that are tried for one sequence, the last ones before the end of what it finds cached: 1 us each.
 _MAX_POSITIONS = 64
 
+# Tokens that are compared with those of leaders to find one for a sequence, as a multiple of its own.
+_MAX_COMPARED = 4
+# Tokens that are compared first: most prompts that differ do so soon.
+_FIRST_COMPARED = 1024
+
 # Namespace, position, and the tokens that come next there.
 _Front = tuple[Namespace, int, bytes]
 
@@ -101,6 +106,28 @@ class _Fronts:
         return self._positions[max(0, end - _MAX_POSITIONS) : end][::-1]
 
 
+class _Comparison:
+    """A prompt, compared with others as long as that pays: many leaders may begin, or go on, as it does."""
+
+    def __init__(self, ids: IntArray) -> None:
+        self._ids = ids
+        self.num_compared = 0
+
+    def end_of_equal(self, other: IntArray, start: int, end: int) -> int:
+        """The position up to which both are equal from start on, at most end: as far as is known."""
+        end, size = min(end, len(self._ids), len(other)), _FIRST_COMPARED
+        while start < end:
+            until = min(end, start + size, start + _MAX_COMPARED * len(self._ids) - self.num_compared)
+            if until == start:
+                break
+            self.num_compared += until - start
+            differs = np.flatnonzero(self._ids[start:until] != other[start:until])
+            if len(differs):
+                return start + int(differs[0])
+            start, size = until, 4 * size
+        return start
+
+
 class InflightPrefixes:
     """Leaders of one epoch and their followers. min_tokens: shortest common part to wait for, beyond the cache."""
 
@@ -132,21 +159,25 @@ class InflightPrefixes:
         if sequence.num_prefix_waits >= _MAX_WAITS or len(ids) - num_cached < self._min_tokens:
             return None
         namespace = state.pages.namespace_of(sequence)
+        comparison = _Comparison(ids)
+        until, leader = 0, None
         for position in self._fronts.positions_up_to(num_cached):
-            other = self._fronts.get(self._front_at(namespace, ids, position))
-            if other is not None and (until := self._common_end(state, other, ids, num_cached)):
-                return Ahead(other, until)
-        return None
+            leader = self._fronts.get(self._front_at(namespace, ids, position))
+            if leader is not None and (until := self._common_end(state, leader, comparison, num_cached)):
+                break
+        self._counters.num_compared_tokens += comparison.num_compared
+        return Ahead(leader, until) if leader is not None and until else None
 
-    def _common_end(self, state: EpochState, other: Sequence, ids: IntArray, num_cached: int) -> int:
+    def _common_end(self, state: EpochState, other: Sequence, comparison: _Comparison, num_cached: int) -> int:
         """The end of what tokens have in common with a leader, in whole pages; 0: it is not worth a wait."""
-        leader = self._leaders[other]
-        num, page_size = min(len(ids), len(leader.ids)), state.group.page_size
-        until = (num_cached + _num_equal(ids[num_cached:num], leader.ids[num_cached:num])) // page_size * page_size
-        if until - num_cached < self._min_tokens or not _leads(state, other, leader):
+        leader, page_size = self._leaders[other], state.group.page_size
+        if not _leads(state, other, leader):
+            return 0
+        until = comparison.end_of_equal(leader.ids, num_cached, len(leader.ids)) // page_size * page_size
+        if until - num_cached < self._min_tokens:
             return 0
         # Equal tokens at equal positions, behind others, are another prefix.
-        return until if np.array_equal(ids[:num_cached], leader.ids[:num_cached]) else 0
+        return until if comparison.end_of_equal(leader.ids, 0, num_cached) == num_cached else 0
 
     def park(self, sequence: Sequence, ahead: Ahead) -> bool:
         """Parks a waiting sequence behind its leader; False at the bounds of parked ones: it is admitted."""
@@ -228,9 +259,3 @@ def _leads(state: EpochState, sequence: Sequence, leader: _Leader) -> bool:
         and table.sequences[slot] is sequence
         and bool(table.computed_len[slot] < table.target_len[slot])
     )
-
-
-def _num_equal(first: IntArray, second: IntArray) -> int:
-    """Number of leading items that are equal in two arrays of one length."""
-    differs = np.flatnonzero(first != second)
-    return int(differs[0]) if len(differs) else len(first)

@@ -7,7 +7,8 @@ count), rows of sequences that have ended (dropped), rows with no token or sever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,13 @@ _MAX_BLOB_MISSES = 3
 _Logprobs = dict[tuple[int, int], TokenLogprobs]
 
 
+class Prefilled(NamedTuple):
+    """A request whose prompt was computed."""
+
+    slot: int
+    generation: int
+
+
 class ResultReader:
     """finish: ends a request that is live. leave: takes a running one out of its slot, to be admitted again."""
 
@@ -55,8 +63,9 @@ class ResultReader:
 
     def read(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
-    ) -> None:
-        """Applies a result to the state and says in `outputs` what it brought.
+    ) -> list[Prefilled]:
+        """Applies a result to the state and says in `outputs` what it brought. Returns whose prompt it completed: the
+        caller shares them, once nobody waits for the tokens.
 
         Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have sampled, and
         PROTOCOL_VIOLATION for rows of more tokens or drafts than the worker said a row may have, and for logprobs that
@@ -74,13 +83,15 @@ class ResultReader:
         _take_prompt_logprobs(state, result, outputs)
         if len(result.drafted):
             _take_drafted(state, step, result)
+        prompts: list[Prefilled] = []
         if len(step.rows):
-            self._take_rows(state, step, result, watch, outputs)
+            self._take_rows(state, step, result, watch, outputs, prompts)
         self._take_vectors(state, result, outputs)
         for failed in result.slot_errors:
             sequence = _live_sequence(state, failed.slot, failed.generation)
             if sequence is not None:
                 self._take_error(state, sequence, failed.error)
+        return prompts
 
     def _take_error(self, state: EpochState, sequence: Sequence, error: MeshError) -> None:
         """A request failed alone. One whose blob was dropped is admitted again, a few times."""
@@ -94,7 +105,13 @@ class ResultReader:
         self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
 
     def _take_rows(
-        self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
+        self,
+        state: EpochState,
+        step: PlannedStep,
+        result: StepResult,
+        watch: StopWatch,
+        outputs: Outputs,
+        prompts: list[Prefilled],
     ) -> None:
         table, rows, counts, ids = state.table, step.rows, result.counts, result.ids
         logprobs = {(entry.slot, entry.generation): entry.logprobs for entry in result.logprobs}
@@ -114,11 +131,14 @@ class ResultReader:
             ids = ids[starts[fast]]
         if len(rows):
             self._take_fast_path(state, rows, num_decodes, ids, logprobs, watch, outputs)
+            prompts += map(Prefilled, rows.slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist())
         for row, row_ids in slow:
             if not len(row_ids) and len(result.no_token_reasons) and result.no_token_reasons[row] == NoToken.NO_MASK:
                 _take_late_mask(state, step, row)
             num_accepted = int(result.accepted[row]) if len(result.accepted) else 0
             self._take_slow_path(state, step, row, row_ids, num_accepted, logprobs, outputs)
+            if row >= step.num_decodes:
+                prompts.append(Prefilled(int(step.rows.slots[row]), int(step.rows.generations[row])))
         if len(decoded):
             table.bound(decoded.still_in(table).slots)
 
@@ -161,10 +181,6 @@ class ResultReader:
                 ending = end_of(sequence)
                 if ending is not None:
                     self._finish(sequence, ending, None)
-        for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
-            sequence = table.sequences[slot]
-            if sequence is not None and table.live.item(slot) == generation:
-                state.pages_of(sequence.slot).share(sequence)
 
     def _take_slow_path(
         self,
@@ -215,8 +231,6 @@ class ResultReader:
             )
         if ending is not None:
             self._finish(sequence, ending, None)
-        elif is_running and not is_decode:
-            state.pages_of(sequence.slot).share(sequence)
 
     def _take_vectors(self, state: EpochState, result: StepResult, outputs: Outputs) -> None:
         for entry in result.vectors:
@@ -224,6 +238,15 @@ class ResultReader:
             if sequence is not None:
                 outputs.vectors.append(OutputVector(owner=sequence.owner, handle=sequence.handle, values=entry.values))
                 self._finish(sequence, SequenceEnd(FinishReason.STOP), None)
+
+
+def share_prompts(state: EpochState, prompts: Iterable[Prefilled]) -> None:
+    """Gives the computed pages of those that still run to the cache, so that others find them."""
+    table = state.table
+    for slot, generation in prompts:
+        sequence = table.sequences[slot]
+        if sequence is not None and table.live.item(slot) == generation:
+            state.pages_of(slot).share(sequence)
 
 
 def _take_drafted(state: EpochState, step: PlannedStep, result: StepResult) -> None:

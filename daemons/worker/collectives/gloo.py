@@ -39,6 +39,8 @@ class GlooCommunicator(Communicator):
         self._meeting = meeting
         self._is_closed = False
         self._failure = ""
+        # A collective that began behind close() would run when the process group goes, which waits for it.
+        self._starting = threading.Lock()
         self._running: list[dist.Work] = []
         try:
             alive, store = _store(meeting), _store(meeting)
@@ -100,12 +102,15 @@ class GlooCommunicator(Communicator):
     def _start(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> dist.Work:
         if self._process_group is None:
             raise self._lost(self._failure or "a connection failed")
-        try:
-            work = start(self._process_group)
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        self._running.append(work)
-        return work
+        with self._starting:
+            if self._is_closed:
+                raise self._left()
+            try:
+                work = start(self._process_group)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+            self._running.append(work)
+            return work
 
     def _finish(self, work: dist.Work) -> None:
         try:
@@ -120,9 +125,10 @@ class GlooCommunicator(Communicator):
         return self._lost(f"a connection failed: {_first_line(error)}")
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._starting:
+            if self._is_closed:
+                return
+            self._is_closed = True
         self.heartbeat.stop()
         # A process group waits for its running collectives when it goes: none of our threads may drop it before.
         threading.Thread(target=self._outlive_work, name="group-leaves", daemon=True).start()
@@ -145,9 +151,12 @@ class GlooCommunicator(Communicator):
 
     def check(self) -> None:
         if self._is_closed:
-            raise CollectiveAborted(f"{self._meeting.name} was left")
+            raise self._left()
         if self._failure or self.heartbeat.lost:
             raise self._lost(self._failure or self.heartbeat.lost)
+
+    def _left(self) -> CollectiveAborted:
+        return CollectiveAborted(f"{self._meeting.name} was left")
 
     def _lost(self, why: str) -> RankLost:
         if not self._failure:

@@ -188,7 +188,12 @@ class DeviceRunner(ModelRunner):
             self.takes_grammars = max_forced is not None
             if max_forced is not None:
                 self._chains = SlotChains(
-                    self.device, self._limits.num_slots, max_rows, vocab_size=self.vocab_size, max_forced=max_forced
+                    self.device,
+                    self._limits.num_slots,
+                    max_rows,
+                    vocab_size=self.vocab_size,
+                    max_drafts=max_forced,
+                    num_processes=self._limits.mask_processes,
                 )
             self._sampler = self._create_sampler(max_rows=max_rows, keeps_tokens=True, masks=self._chains)
             self.verifying = VerifySteps(
@@ -256,7 +261,12 @@ class DeviceRunner(ModelRunner):
             self.verifying.admitted(admit)
 
     def mask_sink(self, admit: Admit) -> MaskSink | None:
-        return self.masks.sink(admit) if self._chains is None else self._chains.sink(admit)
+        return self.mask_memory.sink(admit)
+
+    @property
+    def mask_memory(self) -> SlotMasks | SlotChains:
+        """Masks of the outputs that follow grammars: chains of them once steps verify drafts."""
+        return self.masks if self._chains is None else self._chains
 
     @property
     def can_verify(self) -> bool:
@@ -388,7 +398,12 @@ class DeviceRunner(ModelRunner):
         verifying = verify.launch(rows, is_alone=not segments) if len(rows.slots) else None
         end = self._clock.end(self.device)
         of_chunks = chunk_steps.fetch(chunks, end)
-        return self._results.handle_verified(start, end, verify, verifying, of_chunks, chunks)
+        is_followed = False
+        if self._chains is not None and self._chains.descriptor >= 0:
+            # Threads of this process would want the interpreter's lock while the step thread settles the step.
+            sampled = [segments[index].slot for index in chunks.sampled]
+            is_followed = self._chains.is_guided(np.concatenate([rows.slots, np.array(sampled, np.int32)]))
+        return self._results.handle_verified(start, end, verify, verifying, of_chunks, chunks, is_followed=is_followed)
 
     @property
     def _moves(self) -> DeviceExpertMoves | None:

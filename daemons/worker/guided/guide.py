@@ -2,6 +2,7 @@
 
     admit          follow(tokens)            a thread of the filler                 the step that samples
     START ------>  BUSY: tokens are known -> matcher goes over them, mask filled -> READY, or FAILED with `error`
+                   where masks are chains, and no tokens have come: -> forced ids, a mask each -> READY
 
 A matcher may take long over one mask. The step thread never waits inside it: a row whose mask is not there yields
 nothing in that step, and the others go on.
@@ -20,8 +21,8 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
-from radixmesh.daemons.worker.guided.chain import NO_CHAIN, chain_behind
-from radixmesh.daemons.worker.guided.mask_memory import ChainSink, HostSink, MaskSink
+from radixmesh.daemons.worker.guided.chain import ChainSink
+from radixmesh.daemons.worker.guided.mask_memory import HostSink, MaskSink
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -29,6 +30,8 @@ SLOW_S = 0.005
 """An output whose last mask took a thread more CPU time is for the slow threads, and nobody waits for its next one.
 
 CPU time, as waiting for the interpreter's lock or for a core would make every output of a busy worker a slow one."""
+_MOST_GROWTH_S = SLOW_S / 2
+"""CPU seconds that a chain grows at a time: only a mask that is slow by itself makes its output a slow one."""
 _REPLAY_S = 0.05  # Going over a resumed output on a thread that others wait for; ambiguous grammars need minutes.
 
 
@@ -45,6 +48,8 @@ class Guide:
     _lock = threading.Lock()
     num_failures = 0
     """Of all guides so far: while it stays the same, no other guide has an error."""
+    num_begun = 0
+    """Outputs in calls of begin() so far: while it stays the same, no tokens have come for any of them."""
 
     def __init__(
         self,
@@ -67,8 +72,9 @@ class Guide:
         self._num_replayed = 0
         self._forced: Sequence[int] = ()
         self._masks: list[BoolArray | None] = []
-        self._chain = NO_CHAIN
         self._pending: list[int] = []
+        self._has_begun = False
+        self._grows_since = 0
         # run() is called for it in any case.
         self._is_busy = True
         self._is_closed = False
@@ -84,7 +90,7 @@ class Guide:
     @property
     def num_words(self) -> int:
         """Of a mask."""
-        return len(self._sink.words)
+        return -(-self._vocab_size // 32)
 
     @property
     def is_ready(self) -> bool:
@@ -110,6 +116,7 @@ class Guide:
             for guide, tokens in moves:
                 if guide._is_closed:
                     continue
+                Guide.num_begun += 1
                 if guide._is_busy:
                     guide._pending += tokens
                     continue
@@ -163,7 +170,8 @@ class Guide:
             self._sink.release()
 
     def run(self) -> bool:
-        """Goes over the tokens that came and fills the mask behind them, until none is left. On a filler's thread.
+        """Goes over the tokens that came and fills the mask behind them, until none is left; then its chain grows. On a
+        filler's thread.
 
         True if a slow thread is to call it again: it is still going over the output so far.
         """
@@ -171,6 +179,8 @@ class Guide:
             with self._lock:
                 tokens, self._pending = self._pending, []
                 is_closed = self._is_closed
+                if tokens or not self._has_begun:
+                    self._grows_since = Guide.num_begun
             began: float | None = None
             if not is_closed and self.error is None:
                 try:
@@ -182,7 +192,10 @@ class Guide:
                         return True
                     # Reading a grammar, once, says nothing of its masks.
                     began = time.thread_time()
-                    self._advance(tokens)
+                    if tokens or not self._has_begun:
+                        self._has_begun = True
+                        self._advance(tokens)
+                    self._grow(began + _MOST_GROWTH_S)
                 except Exception as error:
                     self._fail(error)
             took_s = 0.0 if began is None else time.thread_time() - began
@@ -219,10 +232,24 @@ class Guide:
         """Memory of its mask."""
         return self._sink
 
+    @property
+    def tokens(self) -> GreedyTokens:
+        """Of the vocabulary; of a guide that shares calls."""
+        assert self._tokens is not None
+        return self._tokens
+
     def went_on(self) -> int:
         """A shared call went over its token: the position of the next one."""
         self._position += 1
         return self._position
+
+    def may_grow(self) -> bool:
+        """Behind a shared call: its chain may grow. run() has to be called then, and its tokens wait for that."""
+        sink = self._sink
+        if self.error is not None or self._is_over or not isinstance(sink, ChainSink) or not sink.may_grow():
+            return False
+        self._grows_since = Guide.num_begun
+        return True
 
     def filled(self, words: MaskWords | None, error: Exception | None) -> None:
         """Behind went_on(). words: the mask, still to be published; None: the output is over, or ends with `error`."""
@@ -244,8 +271,7 @@ class Guide:
         """Its next token may be gone over, and its mask filled, by a call for many outputs."""
         is_quick = not (self.is_slow or self.is_suspect)
         is_at_the_end = self._matcher is not None and self._num_replayed >= len(self._output_ids)
-        goes_on = not self._is_over and self.error is None
-        return is_quick and is_at_the_end and goes_on and not isinstance(self._sink, ChainSink)
+        return is_quick and is_at_the_end and not self._is_over and self.error is None
 
     def _fail(self, error: Exception) -> None:
         """Ends the output; a library's own error does not end the worker."""
@@ -265,43 +291,68 @@ class Guide:
             # met a bound of its own, or broken logits.
             if not self._matcher.accept(token) and not self._matcher.is_over:
                 raise stuck()
-        has_mask, self._has_mask = self._has_mask and not tokens, False
+        # A chain is written anew where nobody reads: it grows from there.
+        has_mask = self._has_mask and not tokens and not isinstance(self._sink, ChainSink)
+        self._has_mask = False
         is_over = self._matcher.is_over
         if has_mask:
             # Tokens behind the end are gone over alone: a shared call would refuse them.
             self._is_over = is_over
             return
-        if isinstance(self._sink, ChainSink) and not is_over:
-            assert self._tokens is not None
-            sink, parts = self._sink, (self._matcher, self._tokens)
-            first = chain_behind(*parts, tokens, self._chain, 0, len(sink.words))
-            if not first.masks[0].any():
-                raise stuck()
-            # Known masks are wanted at once: the next step is on its way.
-            sink.publish_chain(self._position, np.stack(first.masks), first.forced)
-            # Each mask asks a few times for the interpreter's lock: a chain of many may take longer than a step, whose
-            # tokens then want their masks first.
-            self._chain = chain_behind(
-                *parts, (), first, sink.max_forced, len(sink.words), goes_on=lambda: not self._pending
-            )
-            if len(self._chain.forced) > len(first.forced) and not self._pending:
-                sink.publish_chain(self._position, np.stack(self._chain.masks), self._chain.forced)
+        if isinstance(self._sink, ChainSink) and not is_over and tokens and self._sink.foresaw(tokens):
+            self._sink.go_on(self._position, len(tokens))
+            self._sink.memory.told([self._sink.row], [self._position])
             return
         if not is_over:
             self._matcher.fill(self._sink.words)
         self._publish(is_over=is_over)
 
+    def _grow(self, ends_s: float) -> None:
+        """Makes its chain longer, mask by mask, by what the grammar forces. Each mask asks a few times for the
+        interpreter's lock, and a long chain may take longer than a step, so it gives way as soon as tokens come, of
+        whatever output. ends_s: of the thread's time."""
+        sink, matcher = self._sink, self._matcher
+        if self._is_over or not isinstance(sink, ChainSink) or not sink.may_grow():
+            return
+        assert matcher is not None
+        token, accepted = self.tokens.forced_by(sink.last_mask), 0
+        if token is None:
+            sink.is_whole = True
+            return
+        try:
+            for known in sink.forced:
+                is_accepted = matcher.accept(known)
+                assert is_accepted, "it was accepted before"
+                accepted += 1
+            while sink.may_grow() and not self._pending and self._grows_since == Guide.num_begun:
+                if token is None or not matcher.accept(token):
+                    sink.is_whole = True
+                    break
+                accepted += 1
+                words = sink.next_mask
+                matcher.fill(words)
+                if not words.any():  # Nothing may follow: the output is told when it is here.
+                    sink.is_whole = True
+                    break
+                sink.grow(token)
+                token = self.tokens.forced_by(words)
+                if time.thread_time() > ends_s:
+                    break
+        finally:
+            matcher.rollback(accepted)
+
     def _publish(self, *, is_over: bool) -> None:
         """The sink's words are the mask of the next token, unless the output is over."""
         assert self._matcher is not None
         self._forced, self._masks, self._is_over = (), [], is_over
+        words = self._sink.words
         if is_over:
-            self._sink.words[:] = -1
+            words[:] = -1
             self._masks = [None]
-        elif not self._sink.words.any():
+        elif not words.any():
             raise stuck()
         elif isinstance(self._sink, HostSink):
-            self._masks = [_bits(self._sink.words, self._vocab_size)]
+            self._masks = [_bits(words, self._vocab_size)]
             self._draft(self._matcher)
         self._sink.publish(self._position)
 

@@ -66,8 +66,8 @@ class Guides(ABC):
 
     @abstractmethod
     def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
-        """A step of these slots was launched: its tokens are followed as soon as they are known. tokens: as of
-        `StepHandle`. Returns the step for let_follow()."""
+        """A step of these slots, of its decode rows and then of its chunks that sample, was launched: its tokens are
+        followed as soon as they are known. tokens: as of `StepHandle`. Returns the step for let_follow()."""
 
     def let_follow(self, through: threading.Lock) -> None:
         """Leaves the interpreter's lock to the thread that moves outputs on behind a step, until it is through, at most

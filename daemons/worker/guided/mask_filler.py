@@ -68,15 +68,16 @@ class MaskFiller:
         told_s = time.perf_counter()
         shared, alone = Guide.begin(moves)
         self._put((), alone, told_s)
+        if shared:
+            self._start()  # Chains grow there.
         here, *others = _dealt(self._in_turns(shared), 1 + _GROUP_THREADS)
         waiting: list[threading.Lock] = []
         for groups in others:
-            self._start()
             through = threading.Lock()
             through.acquire()
             waiting.append(through)
             self._groups.put((groups, told_s, through))
-        _run_groups(here, told_s, self._slow)
+        _run_groups(here, told_s, self._quick, self._slow)
         for through in waiting:
             through.acquire()
 
@@ -115,10 +116,11 @@ class MaskFiller:
         for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
             for number in range(count):
                 # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
-                threading.Thread(target=_work, args=(queue, self._slow), name=f"masks-{number}", daemon=True).start()
+                args = (queue, self._quick, self._slow)
+                threading.Thread(target=_work, args=args, name=f"masks-{number}", daemon=True).start()
         for _ in range(_GROUP_THREADS):
-            args = (self._groups, self._slow)
-            threading.Thread(target=_work_on_groups, args=args, name="masks-groups", daemon=True).start()
+            of_groups = (self._groups, self._quick, self._slow)
+            threading.Thread(target=_work_on_groups, args=of_groups, name="masks-groups", daemon=True).start()
 
 
 def hand_over_quickly() -> None:
@@ -126,37 +128,46 @@ def hand_over_quickly() -> None:
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
 
-def _work(queue: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
+def _work(queue: SimpleQueue[_Job], quick: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
     if queue is slow:
         # Of this thread alone, on Linux: bombs take the cores that nothing else wants.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
         shared, alone, told_s = queue.get()
-        _run_safely(shared, alone, told_s, slow)
+        _run_safely(shared, alone, told_s, quick, slow)
 
 
-def _work_on_groups(queue: SimpleQueue[_Groups], slow: SimpleQueue[_Job]) -> None:
+def _work_on_groups(queue: SimpleQueue[_Groups], quick: SimpleQueue[_Job], slow: SimpleQueue[_Job]) -> None:
     while True:
         groups, told_s, through = queue.get()
         try:
-            _run_groups(groups, told_s, slow)
+            _run_groups(groups, told_s, quick, slow)
         finally:
             through.release()
 
 
-def _run_groups(groups: Sequence[Sequence[tuple[Guide, int]]], told_s: float, slow: SimpleQueue[_Job]) -> None:
+def _run_groups(
+    groups: Sequence[Sequence[tuple[Guide, int]]], told_s: float, quick: SimpleQueue[_Job], slow: SimpleQueue[_Job]
+) -> None:
     for group in groups:
-        _run_safely(group, (), told_s, slow)
+        _run_safely(group, (), told_s, quick, slow)
 
 
 def _run_safely(
-    shared: Sequence[tuple[Guide, int]], alone: Sequence[Guide], told_s: float, slow: SimpleQueue[_Job]
+    shared: Sequence[tuple[Guide, int]],
+    alone: Sequence[Guide],
+    told_s: float,
+    quick: SimpleQueue[_Job],
+    slow: SimpleQueue[_Job],
 ) -> None:
     """As run_together(). What nobody foresaw ends these outputs, and not the thread that all others need."""
     try:
-        for guide in run_together(shared, alone, told_s):
+        left = run_together(shared, alone, told_s)
+        for guide in left.slow:
             slow.put(((), [guide], 0.0))
+        for start in range(0, len(left.growing), _MIN_GROUP):
+            quick.put(((), left.growing[start : start + _MIN_GROUP], 0.0))
     except Exception as error:
         log.exception("masks_failed", rows=len(shared) + len(alone))
         Guide.fail_all([*(guide for guide, _ in shared), *alone], error)

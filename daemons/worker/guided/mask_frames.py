@@ -1,17 +1,19 @@
 """Frames between a worker and a process that fills masks, over a socket of theirs alone.
 
-    MEMORY   worker -> process   JSON of Memory, with the descriptor of the masks' memory
+    MEMORY   worker -> process   JSON of the memory's shape (`mask_memory.py`), with its descriptor
     GRAMMAR, DROP    ->          a number, and behind it the artefact; a number: nobody who comes follows that one
     ADMIT            ->          int32: Admission, then the tokens that the output has already
-    TOKENS           ->          int32 [outputs, 3]: row, serial, token; an output has one in a frame
+    TOKENS           ->          int32 [tokens, 3]: row, serial, token; those of an output follow each other
     CLOSE            ->          int32: row, serial
     READY            <-          the library is there
-    PUBLISHED        <-          int32 [3, outputs]: row, serial, position of the token that the mask in that row is for
+    PUBLISHED        <-          int32 [3, outputs]: row, serial, position of the token that the row's mask is for;
+                                 nobody is told of what a chain is made longer by
     FAILED           <-          int32: row, serial; then an Error
     FREED            <-          int32: row, serial: nothing is written to the row any more
     ALIVE            <-          each second
 
-A row of the memory holds one output's mask. Its serial tells outputs apart that have it one after the other.
+A row of the memory holds one output's mask, or its chains (`chain.py`). Its serial tells outputs apart that have it one
+after the other.
 """
 
 from __future__ import annotations

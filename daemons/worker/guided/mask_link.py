@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from radixmesh.daemons.worker.guided.mask_frames import MAX_REPORT_BYTES, FrameReader, Kind, frame
@@ -54,10 +54,9 @@ class MaskLink:
     def pid(self) -> int:
         return self._process.pid
 
-    def memory(self, descriptor: int, num_rows: int, num_words: int) -> None:
+    def memory(self, descriptor: int, shape: Mapping[str, int]) -> None:
         """The first frame: the masks' memory. Raises OSError."""
-        about = json.dumps({"rows": num_rows, "words": num_words}).encode()
-        socket.send_fds(self.socket, [frame(Kind.MEMORY, about)], [descriptor])
+        socket.send_fds(self.socket, [frame(Kind.MEMORY, json.dumps(dict(shape)).encode())], [descriptor])
 
     def send(self, data: bytes) -> None:
         """Never waits: what is large, or the process does not take yet, is kept for flush(). Of a process that has

@@ -77,12 +77,17 @@ class OutputRows:
         return int(self.serials[row])
 
     def add(self, rows: IntArray, tokens: IntArray) -> None:
-        """A token each; the rows differ."""
-        at = self._num_tokens[rows]
+        """rows: of each token; they ascend, and tokens of one row follow each other."""
+        if not len(rows):
+            return
+        number = np.arange(len(rows), dtype=np.int32) - np.searchsorted(rows, rows).astype(np.int32)
         # The last column is for what comes behind the end of an output, which nobody reads.
+        last = self._tokens.shape[1] - 1
+        at = np.minimum(self._num_tokens[rows] + number, last)
         self._tokens[rows, at] = tokens
-        self._num_tokens[rows] = np.minimum(at + 1, self._tokens.shape[1] - 1)
-        self.known[rows] += 1
+        ends = np.append(rows[1:] != rows[:-1], True)
+        self._num_tokens[rows[ends]] = np.minimum(at[ends] + 1, last)
+        self.known[rows[ends]] += number[ends] + 1
 
     def are_there(self, rows: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
         """Of each row: whether it still has the output of this serial. Another one may have it since."""
@@ -161,7 +166,7 @@ class MaskPart:
                 self._send_output(sink.row)
 
     def send_tokens(self, moves: IntArray, told_s: float) -> None:
-        """moves: rows of this part, their serials and tokens, int32 [outputs, 3]. Called with the lock held."""
+        """moves: rows of this part, their serials and tokens, int32 [tokens, 3]. Called with the lock held."""
         if self.state is PartState.LIVE and self.link is not None:
             self.link.send(frame(Kind.TOKENS, moves.tobytes()))
             self.told_s, self.sent_s = told_s, time.perf_counter()
@@ -289,7 +294,7 @@ class MaskPart:
         memory = self._shared.memory
         assert memory is not None, "nobody reads reports before"
         with self._lock:
-            link.memory(memory.descriptor, *memory.words.shape)
+            link.memory(memory.descriptor, memory.shape)
             for row in self._outputs:
                 if row not in self._shared.rows.errors:
                     self._send_output(row)

@@ -4,7 +4,8 @@
 
 DESCRIPTOR: of the socket to the worker (`mask_frames.py`). The process is READY when it has filled masks for nobody
 (`mask_warm_up.py`). From then on masks are written to memory that the worker shares, and reported; the worker copies
-them to its device. The process ends when the worker does, however that ends.
+them to its device, or its device reads chains of them where they are. The process ends when the worker does, however
+that ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.worker.guided.mask_frames import HEAD, Kind
-from radixmesh.daemons.worker.guided.mask_server import ReportedMasks, Reports, WorkerReports
+from radixmesh.daemons.worker.guided.mask_server import Reports, WorkerReports, shared_masks
 from radixmesh.daemons.worker.guided.mask_warm_up import warm_server
 
 _ALIVE_S = 1.0
@@ -37,10 +38,8 @@ def _tell_alive(reports: Reports, parent: int) -> None:
         reports.send(Kind.ALIVE)
 
 
-def serve(link: socket.socket, backend: GrammarBackend, vocab_size: int) -> None:
+def serve(link: socket.socket, reports: Reports, backend: GrammarBackend, vocab_size: int) -> None:
     """Takes frames until the worker is gone."""
-    reports = WorkerReports(link)
-    threading.Thread(target=_tell_alive, args=(reports, os.getppid()), daemon=True).start()
     backend.use_one_thread()
     server = warm_server(backend, vocab_size)
     # A collection takes longer than a step's masks.
@@ -51,8 +50,8 @@ def serve(link: socket.socket, backend: GrammarBackend, vocab_size: int) -> None
     if len(head) < HEAD.size or not descriptors:
         return
     stream = link.makefile("rb", buffering=1 << 16)
-    about = json.loads(stream.read(HEAD.unpack(head)[1]))
-    server.attach(ReportedMasks.of_worker(descriptors[0], about["rows"], about["words"], reports))
+    shape = json.loads(stream.read(HEAD.unpack(head)[1]))
+    server.attach(shared_masks(descriptors[0], reports, **shape))
     while True:
         head = stream.read(HEAD.size)
         if len(head) < HEAD.size:
@@ -70,9 +69,12 @@ def main() -> None:
         # Of a whole process group: the worker may still serve what it has.
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=descriptor)
+    reports = WorkerReports(link)
+    # Ahead of the library, which takes seconds to import: the worker may end meanwhile.
+    threading.Thread(target=_tell_alive, args=(reports, os.getppid()), daemon=True).start()
     vocabulary = GuidedVocabulary.of(Vocabulary.load(folder))
     with contextlib.suppress(OSError):
-        serve(link, load_backend(backend, vocabulary), vocabulary.vocab_size)
+        serve(link, reports, load_backend(backend, vocabulary), vocabulary.vocab_size)
     os._exit(0)
 
 

@@ -3,6 +3,8 @@
     launched(step)   step follower: tokens known ---> TOKENS ---> a process: matchers go on, masks into shared memory
                      I/O thread: copies the masks to the device, then their positions <--- PUBLISHED
 
+Chains (`chain.py`) need no copy: the device reads them where processes write them, before they are reported.
+
 The rows of the masks' memory are divided among the processes (`mask_part.py`), each has those of every so many slots.
 """
 
@@ -59,9 +61,9 @@ class ProcessGuides(Guides):
 
     def attach(self, memory: SharedMaskMemory, *, num_slots: int, max_total_len: int) -> None:
         """memory: of all masks, with a part for each process. max_total_len: of an output with its prompt, tokens."""
-        assert len(memory.words) == memory.rows_a_part * len(self._parts), (len(memory.words), memory.rows_a_part)
+        assert memory.num_rows == memory.rows_a_part * len(self._parts), (memory.num_rows, memory.rows_a_part)
         self._row_of_slot = np.full(num_slots, -1, np.int32)
-        self._shared.rows = OutputRows(len(memory.words), max_total_len)
+        self._shared.rows = OutputRows(memory.num_rows, max_total_len)
         self._shared.memory = self._memory = memory
         hand_over_quickly()
         self._firsts = np.arange(len(self._parts) + 1) * memory.rows_a_part
@@ -123,17 +125,17 @@ class ProcessGuides(Guides):
     def follow(self, tokens: Iterable[tuple[int, Sequence[int]]]) -> None:
         if not self._slot_of_row:
             return
-        moves = [(int(self._row_of_slot[slot]), of_slot) for slot, of_slot in tokens]
-        moves.sort(key=lambda move: move[0])
-        while moves := [(row, of_slot) for row, of_slot in moves if row >= 0 and len(of_slot)]:
-            rows = np.array([row for row, _ in moves], np.int32)
-            self.move(rows, self._shared.rows.serials[rows], np.array([of_slot[0] for _, of_slot in moves], np.int32))
-            moves = [(row, of_slot[1:]) for row, of_slot in moves]
+        of_rows = [(int(self._row_of_slot[slot]), of_slot) for slot, of_slot in tokens]
+        of_rows.sort(key=lambda of_row: of_row[0])
+        moves = [(row, token) for row, of_row in of_rows if row >= 0 for token in of_row]
+        if moves:
+            rows, ids = np.array(moves, np.int32).T
+            self.move(rows, self._shared.rows.serials[rows], ids)
 
     def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
         before = self._before
-        if before is None or before[0] is not slots:
-            # Steps that only advance have the array of the one before.
+        # Steps that only advance have the array of the one before, or an equal one where they verify drafts.
+        if before is None or (before[0] is not slots and not np.array_equal(before[0], slots)):
             before = self._before = slots, self._rows_of(slots)
         return self._follower.launched(before[1], tokens)
 
@@ -170,7 +172,8 @@ class ProcessGuides(Guides):
             part.end()
 
     def move(self, rows: IntArray, serials: IntArray, tokens: IntArray) -> None:
-        """Outputs that had these rows, which ascend, go on by a token each. Any thread."""
+        """Outputs that had these rows go on: rows and serials of each token. Rows ascend, and tokens of one row follow
+        each other. Any thread."""
         shared, told_s = self._shared, time.perf_counter()
         with shared.lock:
             # An output may have left since the step was launched, and another one have its row.
@@ -273,7 +276,7 @@ class ProcessGuides(Guides):
         if not len(rows):
             return
         try:
-            self._memory.publish(rows, positions)
+            self._memory.reported(rows, positions)
         except RuntimeError as error:
             # The device failed: whoever collects the step says so.
             log.warning("masks_not_sent", error=str(error))
@@ -293,8 +296,10 @@ class _Rows(StepRows):
     def follow(self, tokens: IntArray) -> None:
         ids, rows, serials = tokens[self._order], self._rows, self._serials
         has_token = ids >= 0
-        if not has_token.all():
-            ids, rows, serials = ids[has_token], rows[has_token], serials[has_token]
+        if ids.ndim > 1 or not has_token.all():
+            # Token by token, row after row.
+            at = np.nonzero(has_token)[0]
+            ids, rows, serials = ids[has_token], rows[at], serials[at]
         if len(ids):
             self._guides.move(rows, serials, ids)
 

@@ -22,7 +22,7 @@ class StepRows(ABC):
 
     @abstractmethod
     def follow(self, tokens: IntArray) -> None:
-        """tokens: of all rows of the step, int32; -1 where there is none."""
+        """tokens: as of `StepHandle`."""
 
     @abstractmethod
     def fail(self, error: Exception) -> None:

@@ -117,7 +117,7 @@ class KvBackend(ABC):
 
 class Usage(NamedTuple):
     """num_pages, num_bytes: held, 0 where only a server knows. written_bytes: to the medium since the start, with
-    heads, indexes and rewrites. evicted_pages: to make room, since the start."""
+    heads, indexes and rewrites. evicted_pages: to make room, since the start, by this process: servers tell of none."""
 
     num_pages: int = 0
     num_bytes: int = 0

@@ -213,15 +213,17 @@ class DiskBackend(KvBackend):
         left = min(self._segment_bytes // 4, _MAX_REWRITE_BYTES)
         while sum(segment.file_bytes for segment in self.segments.values()) + self._segment_bytes > self._budget:
             oldest = next(iter(self.segments.values()))
-            for key, data in self._used_records(oldest, left):
+            used = self._used_records(oldest, left)
+            for key, data in used:
                 rescued.append((key, b"", memoryview(data)))
                 left -= len(data) + 48
-            self._delete(oldest)
-        self._evicted -= len(rescued)
+            self._delete(oldest, num_kept=len(used))
         return rescued
 
-    def _delete(self, segment: Segment) -> None:
+    def _delete(self, segment: Segment, *, num_kept: int = 0) -> None:
+        """num_kept: pages of it that are written anew."""
         with self._changed:
+            self._evicted -= num_kept
             for entry, key in enumerate(segment.all_keys()):
                 if self.index.get(key) == segment.sequence << 32 | entry:
                     del self.index[key]

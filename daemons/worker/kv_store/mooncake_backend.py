@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -25,6 +26,7 @@ from radixmesh.daemons.worker.kv_store.backend import (
     Usage,
 )
 from radixmesh.daemons.worker.kv_store.batches import groups
+from radixmesh.daemons.worker.kv_store.listeners import limit_new, open_listeners, own_addresses
 from radixmesh.daemons.worker.kv_store.registered_memory import Lane, LanePool, aligned
 
 # Of the library, which reads them when it is imported. Calls to a master that does not answer end after 2 s.
@@ -62,6 +64,8 @@ _MAX_NAMES = 1024
 # The master makes room beside its calls: it evicts when a store is nine tenths full, or a page found no room.
 _EVICTION_S = (0.02, 0.5)
 _PROBE_S = 1.0
+# More than the head of a call has.
+_NO_CALL_BYTES = 256
 
 
 class MooncakeBackend(KvBackend):
@@ -165,17 +169,17 @@ class MooncakeBackend(KvBackend):
             if self._client is not None:
                 return self._client
             host, port = self._master.rsplit(":", 1)
-            # The library's own attempts hold the interpreter's lock, for seconds where there is no master.
+            # The library's own attempts hold the interpreter's lock, for seconds where no master answers.
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as probe:
-                    own = self._host or probe.getsockname()[0]
+                    reached_from = str(probe.getsockname()[0])
+                    _await_sign(probe)
             except OSError as error:
                 message = f"there is no Mooncake master at {self._master} ({error}): start one, or look after it"
                 raise KvStoreError(StoreFailure.UNAVAILABLE, message) from error
             client = MooncakeDistributedStore()
-            code = client.setup(
-                own, self._metadata, self._segment_bytes, 0, self._protocol, self._devices, self._master
-            )
+            own = self._host or reached_from
+            code = self._set_up(client, own, own_addresses(own) or [reached_from])
             memory = self._lanes.memory
             if code or (code := client.register_buffer(memory.ctypes.data, memory.nbytes)):
                 message = (
@@ -184,6 +188,27 @@ class MooncakeBackend(KvBackend):
                 raise KvStoreError(StoreFailure.UNAVAILABLE, message)
             self._client = client
             return client
+
+    def _set_up(self, client: Client, own: str, addresses: Sequence[str]) -> int:
+        """Joins the store as `own`, and has the library listen on these addresses alone; its code."""
+        before = open_listeners()
+        code: int = client.setup(
+            own, self._metadata, self._segment_bytes, 0, self._protocol, self._devices, self._master
+        )
+        try:
+            ports = limit_new(before, addresses)
+        except OSError as error:
+            _log.warning("kv_store_listens_everywhere", error=str(error))
+        else:
+            _log.info("kv_store_listens", addresses=list(addresses), ports=ports)
+        return code
+
+
+def _await_sign(probe: socket.socket) -> None:
+    """Returns when a server lives: it hangs up on what is no call, or says something. Raises TimeoutError."""
+    probe.sendall(bytes(_NO_CALL_BYTES))
+    with suppress(ConnectionError):
+        probe.recv(1)
 
 
 def _put(client: Client, lane: Lane, names: Sequence[str], places: Sequence[tuple[int, int]]) -> None:

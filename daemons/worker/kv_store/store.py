@@ -5,7 +5,7 @@
 
 A call that finds its queue full is refused at once, and nothing waits for room. A page that was damaged is a miss: it
 is counted and taken out of the backend. After a failure the direction that failed is switched off for a while, twice
-as long each time, so that a full disk or a lost server costs nothing but the pages.
+as long each time, and then tried by one call alone, so that a full disk or a lost server costs nothing but the pages.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class KvStore:
         def job() -> int:
             num_bytes = 0
             try:
+                self._writes.check_on()
                 stored = [stored_page(page) for page, has in zip(pages, self._has(pages), strict=True) if not has]
                 num = self.backend.write(stored)
                 num_bytes = sum(page.payload.nbytes for page in stored)
@@ -149,6 +150,7 @@ class KvStore:
                 for page in pages
             ]
             try:
+                self._reads.check_on()
                 results = self.backend.read(targets)
             except KvStoreError as error:
                 self._reads.failed(error)
@@ -176,6 +178,7 @@ class KvStore:
 
         def job() -> list[bool]:
             try:
+                self._reads.check_on()
                 found = self.backend.contains(keys)
             except KvStoreError as error:
                 self._reads.failed(error)
@@ -189,6 +192,10 @@ class KvStore:
         """Takes pages back, behind all writes that were put before. Fails and raises as put()."""
         keys = list(keys)
         return self._submit(self._writes, lambda: self.backend.remove(keys), len(keys), 0)
+
+    def reads_late(self, seconds: float) -> None:
+        """A caller has waited so long for its first answer, in vain: a failure, whatever comes of the call."""
+        self._reads.failed(KvStoreError(StoreFailure.UNAVAILABLE, f"no answer came within {seconds:g} s"))
 
     def counters(self) -> StoreCounters:
         """A copy of the counters as they are now."""
@@ -236,7 +243,7 @@ class _Direction:
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._waiting: deque[Future[object]] = deque()
-        self._num_pages = self.queued_bytes = 0
+        self._num_calls = self._num_pages = self.queued_bytes = 0
         self._off_until, self._off_s = 0.0, _OFF_S[0]
         self._is_closed = False
         self._threads = [
@@ -266,16 +273,27 @@ class _Direction:
         with self._changed:
             if self._is_closed:
                 raise KvStoreError(StoreFailure.CLOSED, "the store is closed: the worker is about to end")
-            if (left := self._off_until - self._clock()) > 0:
-                message = f"{self._name} is switched off after a failure: it is tried again in {left:.1f} s"
-                raise KvStoreError(StoreFailure.OFF, message)
+            self._check_on()
+            if self._num_calls and self._off_s != _OFF_S[0]:
+                raise KvStoreError(StoreFailure.OFF, f"{self._name} failed lately: one call tries it at a time")
             self._check_size(num_pages, num_bytes)
+            self._num_calls += 1
             self._num_pages += num_pages
             self.queued_bytes += num_bytes
             self._jobs.append(run)
             self._waiting.append(future)  # type: ignore[arg-type]
             self._changed.notify()
         return future
+
+    def check_on(self) -> None:
+        """Raises KvStoreError OFF: the backend is not to be asked now, by calls that have waited either."""
+        with self._changed:
+            self._check_on()
+
+    def _check_on(self) -> None:
+        if (left := self._off_until - self._clock()) > 0:
+            message = f"{self._name} is switched off after a failure: it is tried again in {left:.1f} s"
+            raise KvStoreError(StoreFailure.OFF, message)
 
     def failed(self, error: KvStoreError) -> None:
         with self._changed:
@@ -306,6 +324,7 @@ class _Direction:
 
     def _leave(self, num_pages: int, num_bytes: int) -> None:
         with self._changed:
+            self._num_calls -= 1
             self._num_pages -= num_pages
             self.queued_bytes -= num_bytes
 

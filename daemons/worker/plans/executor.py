@@ -192,7 +192,11 @@ class StepExecutor:
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         followed = None
         if running.tokens is not None:
-            followed = self.guides.launched(batch.rows.slots, running.tokens)
+            slots = batch.rows.slots
+            if batch.segments:
+                sampled = [segment.slot for segment in batch.segments if segment.sample is not None]
+                slots = np.concatenate([slots, np.array(sampled, np.int32)])
+            followed = self.guides.launched(slots, running.tokens)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
@@ -409,8 +413,8 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-        if len(self.guides):
-            self.guides.follow(sampled_tokens(batch, output, tokens if running.tokens is None else None, self.table))
+        if len(self.guides) and running.tokens is None:
+            self.guides.follow(sampled_tokens(batch, output, tokens, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray | None) -> None:

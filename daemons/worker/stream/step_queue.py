@@ -17,6 +17,8 @@ from typing import NamedTuple, TypeVar
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 T = TypeVar("T")
+# An answer is written in a fifth of it; a loop that does something longer is not waited for.
+_LOOP_S = 0.001
 
 
 class _Started(NamedTuple):
@@ -30,7 +32,9 @@ class StepQueue:
     Jobs hand their errors back as values where somebody expects them: submit()'s jobs, and their steps, must not raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, loop_s: float = _LOOP_S) -> None:
+        """loop_s: the longest that a job waits for the event loop behind an urgent outcome."""
+        self._loop_s = loop_s
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: deque[_Started] = deque()
         self._waits: SimpleQueue[StepHandle[object] | None] = SimpleQueue()
@@ -38,13 +42,25 @@ class StepQueue:
         threading.Thread(target=self._work, name="steps", daemon=True).start()
         threading.Thread(target=self._wait, name="waits", daemon=True).start()
 
-    def submit(self, start: Callable[[], StepHandle[T]], on_done: Callable[[T], None]) -> None:
+    def submit(
+        self, start: Callable[[], StepHandle[T]], on_done: Callable[[T], None], *, is_urgent: bool = False
+    ) -> None:
         """Queues `start`; `on_done` gets the outcome on the calling thread's event loop."""
-        self.submit_all([start], lambda results: on_done(results[0]))
+        self.submit_all([start], lambda results: on_done(results[0]), is_urgent=is_urgent)
 
-    def submit_all(self, starts: Sequence[Callable[[], StepHandle[T]]], on_done: Callable[[Sequence[T]], None]) -> None:
+    def submit_all(
+        self,
+        starts: Sequence[Callable[[], StepHandle[T]]],
+        on_done: Callable[[Sequence[T]], None],
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         """Queues all of `starts`, at least one, to follow each other; `on_done` gets their outcomes at once, when the
-        last has its own. Threads hand over to each other once for all of them."""
+        last has its own. Threads hand over to each other once for all of them.
+
+        is_urgent: where the runner computes at once, the next job lets the event loop have the interpreter's lock
+        until what `on_done` led to has been done, for a short time at most. An asynchronous runner leaves it anyway.
+        """
         loop = asyncio.get_running_loop()
 
         def run() -> None:
@@ -60,6 +76,8 @@ class StepQueue:
             self._running.append(_Started(last, lambda: _call_on(loop, on_done, [step.result() for step in steps])))
             if last.is_done:
                 self._finish_all()
+                if is_urgent and not self._jobs.empty():
+                    _let_run(loop, self._loop_s)
             else:
                 self._waits.put(last)
 
@@ -121,6 +139,14 @@ def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[T], object], v
     # A step may outlive the loop when the process leaves in a hurry: nobody waits for it then.
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback, value)
+
+
+def _let_run(loop: asyncio.AbstractEventLoop, most_s: float) -> None:
+    """Waits until the loop has gone round once more behind what it was called for."""
+    has_run = threading.Lock()
+    has_run.acquire()
+    _call_on(loop, loop.call_soon, has_run.release)
+    has_run.acquire(timeout=most_s)
 
 
 def _succeed(pair: tuple[asyncio.Future[T], T]) -> None:

@@ -5,6 +5,8 @@ Results are asked for in the order of the launches: the clock places each step b
 
 from __future__ import annotations
 
+import numpy as np
+
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.expert_parallel.expert_moves import DeviceExpertMoves
@@ -67,8 +69,11 @@ class StepResults:
         verifying: Verifying | None,
         of_chunks: StepHandle[Fetched],
         chunks: LaunchedChunks,
+        *,
+        is_followed: bool,
     ) -> StepHandle[StepOutput]:
-        """A step whose decodes verify drafts; verifying: None where it has chunks alone."""
+        """A step whose decodes verify drafts; verifying: None where it has chunks alone. is_followed: processes move
+        outputs of its rows, or of chunks that are sampled, on through their grammars."""
         of_rows = StepHandle.of(NOTHING) if verifying is None else verify.fetch(verifying, end)
 
         def collect() -> StepOutput:
@@ -87,4 +92,15 @@ class StepResults:
                 end_ns=end_ns,
             )
 
-        return StepHandle(end, collect)
+        def tokens() -> IntArray:
+            rows = np.zeros((0, 1), np.int32)
+            if verifying is not None and of_rows.tokens is not None:
+                rows = verify.tokens_of(verifying, of_rows.tokens())
+            if of_chunks.tokens is None:
+                return rows
+            sampled = of_chunks.tokens()
+            padded = np.full((len(sampled), rows.shape[1]), -1, np.int32)
+            padded[:, 0] = sampled
+            return np.concatenate([rows, padded])
+
+        return StepHandle(end, collect, tokens if is_followed else None)

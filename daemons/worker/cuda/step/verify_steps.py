@@ -228,6 +228,13 @@ class VerifySteps:
         self._staging.fence(done)
         return self._ring.fetch(verifying.num_ints, done, verifying.positions)
 
+    def tokens_of(self, verifying: Verifying, ints: IntArray) -> IntArray:
+        """Of each row, int32 [rows, positions], those that it yielded first and then -1. ints: as fetched."""
+        count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
+        counts = ints[padded * size : padded * size + count]
+        is_yielded = np.arange(size) < counts[:, None]
+        return np.where(is_yielded, ints[: count * size].reshape(count, size), np.int32(-1))
+
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
         count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded

@@ -30,16 +30,20 @@ def make_transport(
     *,
     staging_bytes: int = 0,
     before_last_word: Callable[[], Awaitable[None]] | None = None,
+    on_fallback: Callable[[], object] = lambda: None,
 ) -> KvTransport:
     """Raises UNSUPPORTED where this machine has none of that kind. staging_bytes: of its regions and send buffers.
-    before_last_word: awaited by every writer."""
+    before_last_word: awaited by every writer. on_fallback: called for each transfer that NIXL was to carry and gRPC
+    does."""
     if kind is TransferTransport.GRPC:
         return GrpcTransport(tls, before_last_word=before_last_word)
     if kind is TransferTransport.NIXL:
         # Imported where it is asked for: the library is an extra of the installation.
         from radixmesh.daemons.worker.kv_transfer.transports.nixl_transport import NixlTransport
 
-        return NixlTransport(tls, staging_bytes=staging_bytes, before_last_word=before_last_word)
+        return NixlTransport(
+            tls, staging_bytes=staging_bytes, before_last_word=before_last_word, on_fallback=on_fallback
+        )
     if not hasattr(os, "memfd_create"):
         message = "shared memory for KV transfers is Linux's: choose --transfer-transport grpc"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "shared_memory"})

@@ -46,6 +46,8 @@ log = get_logger(__name__)
 _WRITE_BYTES = 16 << 20
 _POLL_S = 0.0005
 _MOST_POLL_S = 0.02
+# Peers that the log is told of: more are counted alone.
+_MAX_FALLBACK_PEERS = 1024
 HOST_MEMORY = -1
 """Number of the device of memory of the host."""
 _Place = tuple[int, int, int]
@@ -121,7 +123,8 @@ class NixlDeviceMemory(NixlMemory):
 
 
 class NixlTransport(GrpcTransport):
-    """Between workers that both have NIXL; over gRPC to any other. staging_bytes: of all regions and send buffers."""
+    """Between workers that both have NIXL; over gRPC to any other, which is told to on_fallback each time and to the
+    log once a peer. staging_bytes: of all regions and send buffers."""
 
     def __init__(
         self,
@@ -130,8 +133,11 @@ class NixlTransport(GrpcTransport):
         staging_bytes: int,
         patience_s: float = PATIENCE_S,
         before_last_word: Callable[[], Awaitable[None]] | None = None,
+        on_fallback: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(tls, patience_s=patience_s, before_last_word=before_last_word)
+        self._on_fallback = on_fallback
+        self._fallback_peers: set[str] = set()
         self.agent = NixlAgent()
         self.slab = Slab(self.agent, staging_bytes)
         self._staging_bytes = staging_bytes
@@ -170,7 +176,7 @@ class NixlTransport(GrpcTransport):
     async def open(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> AsyncIterator[KvWriter]:
         async with super().open(address, region, writer) as words:
             assert isinstance(words, GrpcWriter)
-            peer = await self._peer(region)
+            peer = await self._peer(address, region)
             if peer is None:
                 yield words if self.device_slab is None else _FromDevice(words, self.device_slab.device)
                 return
@@ -185,16 +191,23 @@ class NixlTransport(GrpcTransport):
                     self._ending.add(ending)
                     ending.add_done_callback(self._ending.discard)
 
-    async def _peer(self, region: worker_pb2.TransferRegion) -> str | None:
+    async def _peer(self, address: str, region: worker_pb2.TransferRegion) -> str | None:
         """Name of the region's agent; None where NIXL does not lead there."""
         memory = region.nixl
         if not region.HasField("nixl") or memory.length != region.num_bytes:
+            self._fell_back(address, "that worker offers no memory over NIXL: start it with --transfer-transport nixl")
             return None
         try:
             return await asyncio.to_thread(self.agent.connect, memory.agent_metadata)
         except MeshError as error:
-            log.info("nixl_does_not_lead_there", transfer=region.transfer_id, error=str(error))
+            self._fell_back(address, str(error))
             return None
+
+    def _fell_back(self, address: str, reason: str) -> None:
+        self._on_fallback()
+        if address not in self._fallback_peers and len(self._fallback_peers) < _MAX_FALLBACK_PEERS:
+            self._fallback_peers.add(address)
+            log.warning("nixl_does_not_lead_there", peer=address, goes_over="grpc", reason=reason)
 
 
 class _NixlWriter(KvWriter):

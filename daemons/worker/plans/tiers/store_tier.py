@@ -255,8 +255,13 @@ class StoreTier:
                 num_filled += written
                 if written < part.stop - part.start:
                     break
-        except (KvStoreError, TimeoutError) as error:
-            _log.info("kv_not_fetched", error=str(error) or f"the store took longer than {_STORE_S:g} s")
+        except KvStoreError as error:
+            _log.info("kv_not_fetched", error=str(error))
+        except TimeoutError:
+            _log.info("kv_not_fetched", error=f"the store took longer than {_STORE_S:g} s")
+            if not num_filled:
+                # The next requests go on without it at once.
+                self.store.reads_late(_STORE_S)
         self.num_fetched += num_filled
         self._export()
         return num_filled
@@ -319,6 +324,7 @@ class StoreTier:
                 ("pages", "failed"): counted.failed,
                 ("pages", "put"): counted.put_pages,
                 ("pages", "dropped"): self.num_dropped,
+                ("pages", "evicted"): counted.usage.evicted_pages,
                 ("bytes", "put"): counted.put_bytes,
                 ("bytes", "read"): counted.got_bytes,
                 ("bytes", "written"): counted.usage.written_bytes,

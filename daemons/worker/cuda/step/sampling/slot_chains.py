@@ -8,7 +8,7 @@ compares, so a chain that is late, or that sampling left, makes a row yield less
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +17,53 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.backend import MaskWords
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
-from radixmesh.daemons.worker.guided.mask_memory import ChainSink
+from radixmesh.daemons.worker.guided import chain
+from radixmesh.daemons.worker.guided.chain import ChainMemory, ChainShape, ChainSink
+from radixmesh.daemons.worker.guided.mask_memory import SharedMaskMemory
 from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
 from radixmesh.kernels.sampling.forced import HEAD, HostChains, confirm_chains, propose_forced, take_chains
 from radixmesh.kernels.sampling.masks import NO_MASK, HostMasks, apply_masks
 from radixmesh.kernels.sampling.sample import TokenTarget
 
 
-class SlotChains:
+class SlotChains(ChainMemory, SharedMaskMemory):
     """Two chains of host memory for each slot, and as many for outputs that have left while a thread was at theirs.
 
-    max_forced: ids that a step drafts of what a grammar forces; 0: chains are single masks. tokens_SL: prompt and
-    output of all slots, set before the first step.
+    max_drafts: ids that a step drafts of what a grammar forces; 0: chains are single masks. num_processes: fill them,
+    each those of every so many slots, in rows of its own that lie together; 0: threads of this process do. tokens_SL:
+    prompt and output of all slots, set before the first step.
     """
 
     tokens_SL: torch.Tensor
 
-    def __init__(self, device: Device, num_slots: int, max_rows: int, *, vocab_size: int, max_forced: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        num_slots: int,
+        max_rows: int,
+        *,
+        vocab_size: int,
+        max_drafts: int,
+        num_processes: int = 0,
+    ) -> None:
+        assert HEAD == chain.HEAD
         where = device.torch_device
-        self._device, self._vocab_size = device, vocab_size
-        num_outputs, self.max_forced = 2 * num_slots, 2 * max_forced + 1 if max_forced else 0
-        self.num_words = -(-vocab_size // 32)
-        self._host = HostChains(
-            versions_M2=device.host_ints(num_outputs, 2),
-            chains_CH=device.host_ints(2 * num_outputs, HEAD + self.max_forced),
-            words_MW=device.host_ints(2 * num_outputs * (1 + self.max_forced), self.num_words),
-        )
-        self._versions, self._chains, self._words = (part.numpy() for part in self._host)
-        self._free = list(range(num_outputs - 1, -1, -1))
+        self._device, self._num_parts = device, max(1, num_processes)
+        self.rows_a_part = 2 * -(-num_slots // self._num_parts)
+        self.num_rows = self._num_parts * self.rows_a_part
+        self._shape = ChainShape(self.num_rows, 2 * max_drafts + 1 if max_drafts else 0, -(-vocab_size // 32))
+        self.descriptor = -1
+        if num_processes:
+            self._ints, self.descriptor = device.shared_ints(self._shape.num_ints, field="num_slots")
+        else:
+            self._ints = device.locked_ints(self._shape.num_ints, field="num_slots")
+        super().__init__(self._ints.numpy(), self._shape)
+        self._host = HostChains(*(torch.from_numpy(part) for part in (self.versions, self.heads, self.words)))
+        part, num_parts = self.rows_a_part, self._num_parts
+        self._free = [list(range(first + part - 1, first - 1, -1)) for first in range(0, num_parts * part, part)]
         self._lock = threading.Lock()
         self.masks_S = torch.full((num_slots + 1,), NO_MASK, dtype=torch.int32, device=where)
         self._taken_T = torch.full((max_rows,), NO_MASK, dtype=torch.int32, device=where)
@@ -57,14 +72,22 @@ class SlotChains:
         self._admitting: dict[int, int] = {}
         self._unsent: dict[int, int] = {}
 
+    @property
+    def shape(self) -> Mapping[str, int]:
+        return self._shape._asdict()
+
+    def reported(self, rows: IntArray, positions: IntArray) -> None:
+        """Nothing is left to do: the device reads them where they are."""
+
     def sink(self, admit: Admit) -> ChainSink:
         """For an output that is about to be admitted. Raises OVERLOADED where threads hold all memory."""
         with self._lock:
-            if not self._free:
+            free = self._free[admit.slot % self._num_parts]
+            if not free:
                 message = "too many grammars of outputs that are gone are still being followed: retry"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
-            output = self._free.pop()
-        self._versions[output] = 0
+            output = free.pop()
+        self.versions[output] = 0
         self._admitting[admit.slot] = output
         return _Output(self, output)
 
@@ -124,39 +147,18 @@ class SlotChains:
             self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, output: int, position: int, words: MaskWords, forced: Sequence[int]) -> None:
-        """The mask of the token at `position`, and behind each of the forced ones. One thread an output at a time."""
-        version = int(self._versions[output, 0]) + 1
-        self._versions[output, 1] = version
-        # Write-combined stores are in no order; the instructions that take a lock wait for those before them.
-        with self._lock:
-            pass
-        chain = 2 * output + version % 2
-        first = chain * (1 + self.max_forced)
-        self._words[first : first + len(words)] = words
-        self._chains[chain, : HEAD + len(forced)] = (position, len(forced), *forced)
-        with self._lock:
-            self._versions[output, 0] = version
-
     def release(self, output: int) -> None:
         with self._lock:
-            self._free.append(output)
+            self._free[output // self.rows_a_part].append(output)
 
 
 class _Output(ChainSink):
     def __init__(self, chains: SlotChains, output: int) -> None:
-        self._chains, self._output = chains, output
-        self.max_forced = chains.max_forced
-        self.words = np.zeros(chains.num_words, np.int32)
-
-    def publish_chain(self, position: int, words: MaskWords, forced: Sequence[int]) -> None:
-        self._chains.publish(self._output, position, words, forced)
-
-    def publish(self, position: int) -> None:
-        self.publish_chain(position, self.words[None], ())
+        super().__init__(chains, output)
+        self._chains = chains
 
     def release(self) -> None:
-        self._chains.release(self._output)
+        self._chains.release(self.row)
 
 
 class ForcedDrafts(DeviceDrafter):

@@ -12,7 +12,7 @@ host, so the device has read that by then: one row of memory an output is enough
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import MaskWords
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.guided.mask_memory import MaskSink, SharedMaskMemory
+from radixmesh.daemons.worker.guided.mask_memory import MaskMemory, MaskSink, Rows, SharedMaskMemory
 from radixmesh.kernels.sampling.masks import (
     NO_LENGTH,
     NO_MASK,
@@ -40,7 +40,7 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 _MAX_GAP = 16  # Rows: a copy's launch takes as long as copying a quarter of a megabyte.
 
 
-class SlotMasks(SharedMaskMemory):
+class SlotMasks(MaskMemory, SharedMaskMemory):
     """A row of memory for each slot, and as many for outputs that have left while a thread was at their mask.
 
     Rows of the host's memory are copied to the same rows of the device's: reading megabytes of masks across the bus
@@ -56,7 +56,8 @@ class SlotMasks(SharedMaskMemory):
         where = device.torch_device
         self._device, self._num_parts = device, max(1, num_processes)
         rows_a_part = 2 * -(-num_slots // self._num_parts)
-        num_masks, num_words = self._num_parts * rows_a_part, -(-vocab_size // 32)
+        self.num_rows = num_masks = self._num_parts * rows_a_part
+        num_words = -(-vocab_size // 32)
         self.descriptor = -1
         if num_processes:
             self._words_MW, self.descriptor = device.shared_ints(num_masks, num_words, field="num_slots")
@@ -158,9 +159,16 @@ class SlotMasks(SharedMaskMemory):
             self.apply(logits_TV, dummy, zero.clone(), highest_TS)
         self.settle(dummy, zero, target, tokens_SL)
 
-    def publish(self, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray) -> None:
+    @property
+    def shape(self) -> Mapping[str, int]:
+        return {"num_rows": self.num_rows, "num_words": self.words.shape[1]}
+
+    def publish(self, rows: Rows, positions: Rows) -> None:
         self._device.send_beside(self._words_MW, self._host.words_MW, _runs_of(rows))
         self.positions[rows] = positions
+
+    def reported(self, rows: IntArray, positions: IntArray) -> None:
+        self.publish(rows, positions)
 
     def release(self, row: int) -> None:
         with self._lock:
@@ -171,7 +179,11 @@ class _Row(MaskSink):
     def __init__(self, masks: SlotMasks, row: int) -> None:
         self.memory = self._masks = masks
         self.row = row
-        self.words = masks.words[row]
+        self._words: MaskWords = masks.words[row]
+
+    @property
+    def words(self) -> MaskWords:
+        return self._words
 
     def publish(self, position: int) -> None:
         self._masks.publish([self.row], [position])
@@ -180,7 +192,7 @@ class _Row(MaskSink):
         self._masks.release(self.row)
 
 
-def _runs_of(rows: Sequence[int] | IntArray) -> list[tuple[int, int]]:
+def _runs_of(rows: Rows) -> list[tuple[int, int]]:
     """Ranges that hold all of the rows, each from its first to behind its last one. Rows between two that are near are
     copied along: those of others are copied once more, behind this, when their own masks are there."""
     ordered = np.sort(np.asarray(rows))
