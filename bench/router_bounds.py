@@ -1,6 +1,6 @@
 """Bounds of the time to the first token for the workloads of router_gateways.py. Prints JSON; needs no processes.
 
-python bench/router_bounds.py [--workloads groups,zipf_groups,chats] [--requests 384] [--tries 2000]
+python bench/router_bounds.py [--workloads groups,zipf_groups,chats] [--requests 384] [--tries 2000] [--seed 1]
 
 All clients begin at once, and caches are empty: these first prompts are the slowest of a run, and their p99 is that of
 the whole run. `no_schedule_below_ms` is proven (routing/bounds.py): whoever places and orders them, and knows all of
@@ -38,13 +38,14 @@ def main() -> None:
     parser.add_argument("--workloads", default="groups,zipf_groups,chats,random")
     parser.add_argument("--requests", type=int, default=384)
     parser.add_argument("--tries", type=int, default=2000, help="placements that the search looks at")
+    parser.add_argument("--seed", type=int, default=1, help="of the workloads; router_gateways.py has the first")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(_TOKENIZER))
     print(json.dumps({name: _bounds(tokenizer, name, options) for name in options.workloads.split(",")}, indent=1))
 
 
 def _bounds(tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> dict[str, object]:
-    conversations, at_once, _ = workload_of(name, options.requests)
+    conversations, at_once, _ = workload_of(name, options.requests, options.seed)
     rounds = [list(conversation) for conversation in conversations]
     num_requests = sum(len(prompts) for conversation in rounds for prompts in conversation)
     burst = [

@@ -202,9 +202,9 @@ class Mesh:
             return answer
 
 
-def workload_of(name: str, num_requests: int) -> tuple[list[Conversation], int, float]:
+def workload_of(name: str, num_requests: int, seed: int = 1) -> tuple[list[Conversation], int, float]:
     """Conversations, how many at once, and the hit rate of one cache without end, by characters."""
-    rng = random.Random(1)
+    rng = random.Random(seed)
 
     def text(num_tokens: int) -> str:
         return " ".join(rng.choice(_WORDS) for _ in range(int(num_tokens * 0.585)))

@@ -17,7 +17,9 @@ import argparse
 import heapq
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,8 @@ from radixmesh.daemons.router.placement.policies import POLICIES, make_policy
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK
 
 _LOAD_S = 1.0
+# From a client to a scheduler. The first of several that come at once begins a step, and the others wait for its end.
+_HOP_S = 0.004
 
 
 def main() -> None:
@@ -70,8 +74,9 @@ class _Round:
 
 
 class Run:
-    """One policy on one workload. Events are (time, number, kind, replica).
+    """One policy on one workload. Events are (time, number, what happens).
 
+    Results of a step count at its end, and a client's next prompts are at the router _HOP_S later.
     slow: a step of the last quarter of the replicas takes so many times as long.
     """
 
@@ -85,14 +90,14 @@ class Run:
         self._rows = [self._placement.add(f"replica-{n:04}") for n in range(num_replicas)]
         for row in self._rows:
             self._placement.restart(row, kv_tokens)
-        self._events: list[tuple[float, int, str, int]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._busy = [False] * num_replicas
         self._done: list[Job] = []
         self._seen: set[bytes] = set()
         self._best = self._prompt_tokens = 0
         self._prompts: list[tuple[int, list[bytes]]] = []
-        self._num_first = 0
+        self._num_first = self._num_sent = 0
         self._kv_tokens = kv_tokens
         self._imbalance: list[float] = []
         self._sequences = [0] * num_replicas
@@ -103,13 +108,10 @@ class Run:
 
     def result(self) -> dict[str, float]:
         for row in self._rows:
-            self._push(_LOAD_S, "load", row)
+            self._push(_LOAD_S, partial(self._take_load, row))
         while self._events:
-            self._now, _, kind, row = heapq.heappop(self._events)
-            if kind == "load":
-                self._take_load(row)
-            else:
-                self._step(row)
+            self._now, _, happens = heapq.heappop(self._events)
+            happens()
         seconds = max(job.done for job in self._done)
         ttft = sorted(job.first_token - job.arrived for job in self._done)
         later = sorted(job.first_token - job.arrived for job in self._done if job.arrived) or [0.0]
@@ -148,34 +150,40 @@ class Run:
         return next(self._new, None) if self._new is not None else None
 
     def _submit(self, turn: _Round, ids: bytes, num_output: int) -> None:
+        """A client sends a prompt."""
+        self._num_sent += 1
+        self._num_first += not self._now
+        self._push(self._now + _HOP_S, partial(self._place, turn, ids, num_output, self._now))
+
+    def _place(self, turn: _Round, ids: bytes, num_output: int, sent: float) -> None:
         step = 4 * BLOCK
         # A prefix as a key: its length and the hash of its bytes are enough here.
         blocks = [b"%d/%d" % (end, hash(ids[:end])) for end in range(step, len(ids) + 1, step)]
         self._prompt_tokens += len(ids) // 4
         self._prompts.append((len(ids) // 4, blocks))
-        if not self._now:
-            self._num_first += 1
         self._best += BLOCK * min(sum(key in self._seen for key in blocks), (len(ids) // 4 - 1) // BLOCK)
         self._seen.update(blocks)
         decision = self._placement.choose(PlacedRequest(prompt_ids=ids), self._rows)
         row = decision.row
         self._sequences[row] += 1
         self._placement.take_sent(decision, self._sequences[row])
-        job = Job(ids, blocks, num_output, sequence=self._sequences[row], arrived=self._now, on_done=turn)
+        job = Job(ids, blocks, num_output, sequence=self._sequences[row], arrived=sent, on_done=turn)
         self._replicas[row].submit(job)
         if not self._busy[row]:
             self._busy[row] = True
-            self._push(self._now, "step", row)
+            self._step(row)
 
     def _step(self, row: int) -> None:
         replica = self._replicas[row]
-        for change in replica.changes():
-            self._placement.apply(row, change)
         if replica.is_idle:
             self._busy[row] = False
             return
         seconds, started, done = replica.step(self._now)
-        self._push(self._now + seconds, "step", row)
+        self._push(self._now + seconds, partial(self._end_step, row, started, done))
+
+    def _end_step(self, row: int, started: list[Job], done: list[Job]) -> None:
+        for change in self._replicas[row].changes():
+            self._placement.apply(row, change)
         for job in started:
             self._placement.replicas.take_first_token(row, job.sequence)
         for job in done:
@@ -186,6 +194,7 @@ class Run:
             turn.num_open -= 1
             if not turn.num_open:
                 self._begin(turn.conversation)
+        self._step(row)
 
     def _take_load(self, row: int) -> None:
         self._placement.take_load(row, self._replicas[row].load())
@@ -194,12 +203,12 @@ class Run:
             outputs = [len(replica.running) + len(replica.waiting) for replica in self._replicas]
             if sum(outputs):
                 self._imbalance.append(max(outputs) / (sum(outputs) / len(outputs)))
-        if any(self._busy):
-            self._push(self._now + _LOAD_S, "load", row)
+        if len(self._done) < self._num_sent:
+            self._push(self._now + _LOAD_S, partial(self._take_load, row))
 
-    def _push(self, at: float, kind: str, row: int) -> None:
+    def _push(self, at: float, happens: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._events, (at, self._number, kind, row))
+        heapq.heappush(self._events, (at, self._number, happens))
 
 
 if __name__ == "__main__":

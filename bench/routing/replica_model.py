@@ -14,6 +14,8 @@ from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 _CHUNK = 512
 STEP_TOKENS = 2048
 _SLOTS = 64
+# As a scheduler: planning/admission/prefill.py.
+_MOST_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,13 @@ class BlockCache:
     def num_cached(self) -> int:
         return len(self._nodes)
 
+    def num_held(self, blocks: list[bytes]) -> int:
+        """Blocks of the prompt that are cached."""
+        return next((index for index, key in enumerate(blocks) if key not in self._nodes), len(blocks))
+
     def match(self, blocks: list[bytes]) -> int:
         """Blocks of the prompt that are cached; they become the most recently used."""
-        count = 0
-        while count < len(blocks) and blocks[count] in self._nodes:
-            count += 1
+        count = self.num_held(blocks)
         for key in reversed(blocks[:count]):
             self._nodes.move_to_end(key)
         return count
@@ -138,6 +142,7 @@ class ReplicaModel:
     last_sequence: int = 0
     prefilled: int = 0
     chunk_tokens: int = _CHUNK
+    passed_over: tuple[Job | None, int] = (None, 0)
 
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
@@ -199,12 +204,20 @@ class ReplicaModel:
         ]
 
     def _chunks(self, budget: int) -> dict[Job, int]:
-        """The next chunks of those that are prefilled, oldest first, then of those that are admitted."""
+        """The next chunks of those that are prefilled, then of those that are admitted, as a scheduler plans them
+        (planning/admission/prefill.py)."""
         chunks: dict[Job, int] = {}
-        for job in self.running:
-            if job.to_prefill and budget > 0:
-                chunks[job] = min(job.to_prefill, budget, self.chunk_tokens)
+        prefilled = [job for job in self.running if job.to_prefill]
+        share = min(budget, sum(min(job.to_prefill, self.chunk_tokens) for job in prefilled))
+        for job in self._in_turn(prefilled):
+            if share > 0:
+                chunks[job] = min(job.to_prefill, share)
+                share -= chunks[job]
                 budget -= chunks[job]
+        oldest = next((job for job in prefilled if job.to_prefill > self.chunk_tokens), None)
+        self.passed_over = (oldest, self.passed_over[1] * (oldest is self.passed_over[0]) + 1)
+        if oldest is None or oldest in chunks:
+            self.passed_over = (None, 0)
         parked: list[Job] = []
         awaited: dict[Job, int] = {}
         while budget > 0 and self.waiting and len(self.running) < _SLOTS:
@@ -240,6 +253,15 @@ class ReplicaModel:
                 chunks[job] = chunks.get(job, 0) + more
                 budget -= more
         return chunks
+
+    def _in_turn(self, prefilled: list[Job]) -> list[Job]:
+        """Those that end with their chunk, then those that most wait for, of equals the oldest."""
+        long = [job for job in prefilled if job.to_prefill > self.chunk_tokens]
+        if len(long) > 1:
+            leaders = [self._leader_of(job, self.cache.num_held(job.blocks)) for job in self.waiting]
+            oldest, times = self.passed_over
+            long.sort(key=lambda job: (job is not oldest or times < _MOST_PASSES, -leaders.count(job)))
+        return [job for job in prefilled if job.to_prefill <= self.chunk_tokens] + long
 
     def _leader_of(self, job: Job, hit: int) -> Job | None:
         """The running job that is to compute the prompt's next block: this one waits, and finds it cached."""

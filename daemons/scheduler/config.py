@@ -26,6 +26,8 @@ _AT_LEAST_ONE = (
     "inflight_prefix_min_tokens",
     "low_latency_max_tokens",
 )
+# Of memory that they take here, and in each router.
+_MAX_STORED_TOKENS = 1 << 26
 
 
 class Role(StrEnum):
@@ -46,7 +48,8 @@ class SchedulerSettings(CommonSettings):
     )
     hold_plans: bool = setting(True, "the plan behind a long step leaves shortly before that ends, with requests that "
         "come until then; only where the pipeline depth is auto")  # fmt: skip
-    chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
+    chunk_tokens: int = setting(512, "prefill tokens in one step for each request that is prefilled: those of several "
+        "long prompts go to one of them after the other")  # fmt: skip
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
     max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
@@ -98,6 +101,8 @@ class SchedulerSettings(CommonSettings):
         f"{', '.join(EVICTION_POLICIES)}; empty: as --eviction")  # fmt: skip
     kv_fetch_min_tokens: int = setting(64, "a request asks the workers' store (--kv-store) for at least so many "
         "tokens that the host lacks; fewer are computed")  # fmt: skip
+    kv_stored_tokens: int = setting(1 << 20, "tokens of prefixes in the workers' store that are remembered and told "
+        "to routers; 0: none, routers do not know what a store has")  # fmt: skip
     kv_load_min_tokens: int = setting(32, "a request waits for KV from the host for at least so many tokens; fewer are "
         "computed")  # fmt: skip
     kv_load_timeout_s: float = setting(2.0, "seconds after which a request computes the KV that it waits for from the "
@@ -155,6 +160,8 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(f"--transfer-queue-s must be > 0, not {self.transfer_queue_s}")
         if min(self.kv_write_hits, self.kv_load_min_tokens, self.kv_fetch_min_tokens) < 1:
             raise ValueError("--kv-write-hits, --kv-load-min-tokens and --kv-fetch-min-tokens must be >= 1")
+        if not 0 <= self.kv_stored_tokens <= _MAX_STORED_TOKENS:
+            raise ValueError(f"--kv-stored-tokens must be in [0, {_MAX_STORED_TOKENS}], not {self.kv_stored_tokens}")
         if self.kv_load_timeout_s <= 0:
             raise ValueError(f"--kv-load-timeout-s must be > 0, not {self.kv_load_timeout_s}")
         check_cache_choice(self.cache, self.eviction)
@@ -196,6 +203,7 @@ class SchedulerSettings(CommonSettings):
                 load_min_tokens=self.kv_load_min_tokens,
                 load_timeout_s=self.kv_load_timeout_s,
                 fetch_min_tokens=self.kv_fetch_min_tokens,
+                stored_tokens=self.kv_stored_tokens,
             ),
             check_invariants=self.check_invariants,
         )

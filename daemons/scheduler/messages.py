@@ -29,6 +29,7 @@ _PREDECESSOR_ENDS: dict[int, PredecessorEnd] = {
 }
 # They travel on, with every admit: names have an end.
 _MAX_NAME_BYTES = 1024
+_MAX_STORE_ID = 64
 _NAMES = ("request_id", "model", "cache_salt", "tenant", "trace_context")
 
 
@@ -144,6 +145,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         num_slots=caps.num_slots,
         num_host_pages=caps.num_host_pages,
         has_kv_store=caps.has_kv_store,
+        kv_store_id=caps.kv_store_id[:_MAX_STORE_ID],
         max_tokens_per_step=caps.max_tokens_per_step,
         max_plans_in_flight=caps.max_plans_in_flight,
         max_tokens_per_row=min(max(1, caps.max_tokens_per_row), model.max_total_len),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,20 @@ from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
 class Replica:
     """A worker and its scheduler."""
 
-    def __init__(self, worker: Running[WorkerDaemon], planner: Planner, client: ServeClient) -> None:
-        self.worker, self.planner, self.client = worker, planner, client
+    def __init__(
+        self,
+        worker: Running[WorkerDaemon],
+        worker_settings: WorkerSettings,
+        workers: AsyncExitStack,
+        scheduler: Running[SchedulerDaemon],
+        client: ServeClient,
+    ) -> None:
+        self.worker, self.scheduler, self.client = worker, scheduler, client
+        self._worker_settings, self._workers = worker_settings, workers
+
+    @property
+    def planner(self) -> Planner:
+        return self.scheduler.daemon.loop.planner
 
     @property
     def tier(self) -> StoreTier:
@@ -48,6 +60,16 @@ class Replica:
             (output,) = await self.client.over(handle, timeout_s=60.0)
             assert output.tokens == expected
         return self.planner.counters.prefilled_tokens - before
+
+    async def restart_worker(self) -> None:
+        """Another worker at the same address, with the same store and nothing in memory."""
+        former = self.planner.state
+        await self._workers.aclose()
+        again = running(WorkerDaemon, self._worker_settings, address=self.worker.address)
+        self.worker = await self._workers.enter_async_context(again)
+        async with asyncio.timeout(60):
+            while self.planner.state is None or self.planner.state is former:
+                await asyncio.sleep(0.01)
 
     async def stored(self, texts: list[tuple[list[int], list[int]]]) -> None:
         """Waits until the store has all whole pages of the prompts that a later request may find."""
@@ -70,13 +92,14 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
         host_kv_bytes=host_tokens * TOKEN_BYTES[model],
         kv_store=store,
     )
-    async with running(WorkerDaemon, worker_settings) as worker:
+    async with AsyncExitStack() as workers:
+        worker = await workers.enter_async_context(running(WorkerDaemon, worker_settings))
         settings = SchedulerSettings(
             workers=(worker.address,), check_invariants=True, chunk_tokens=64, grant_ahead_tokens=page_size,
-            decode_reserve_tokens=1, kv_fetch_min_tokens=16,
+            decode_reserve_tokens=1, kv_fetch_min_tokens=16, kv_load_timeout_s=60.0,
         )  # fmt: skip
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
-            yield Replica(worker, scheduler.daemon.loop.planner, client)
+            yield Replica(worker, worker_settings, workers, scheduler, client)
 
 
 @pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])

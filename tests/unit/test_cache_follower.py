@@ -10,7 +10,7 @@ import pytest
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.placement import cache_follower
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower
-from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Tier
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.runtime.errors import MeshError
@@ -21,8 +21,8 @@ GONE = MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "gone")
 UNSUPPORTED = MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "told to nobody")
 
 
-def insert(node: int, *, parent: int = 0) -> Insert:
-    return Insert(node=node, parent=parent, ids=IDS[: 4 * 64], namespace="", weights_version=0)
+def insert(node: int, *, parent: int = 0, tier: Tier = Tier.DEVICE) -> Insert:
+    return Insert(node=node, parent=parent, ids=IDS[: 4 * 64], namespace="", weights_version=0, tier=tier)
 
 
 class Source:
@@ -31,10 +31,12 @@ class Source:
     def __init__(self, *watches: tuple[list[CacheChange], Exception]) -> None:
         self.watches = list(watches)
         self.opened_after: list[int | None] = []
+        self.took_store: list[bool] = []
         self.is_done = asyncio.Event()
 
-    async def __call__(self, address: str, after_revision: int | None) -> AsyncIterator[CacheChange]:
+    async def __call__(self, address: str, after_revision: int | None, takes_store: bool) -> AsyncIterator[CacheChange]:
         self.opened_after.append(after_revision)
+        self.took_store.append(takes_store)
         if not self.watches:
             self.is_done.set()
             await asyncio.Event().wait()
@@ -96,10 +98,39 @@ async def test_reports_that_do_not_fit_begin_anew(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_view_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Source(([CacheChange(revision=n, inserts=[insert(n)]) for n in range(1, 99)], GONE))
+    changes = [CacheChange(revision=n, inserts=[insert(n)]) for n in range(1, 99)]
+    source = Source((changes, GONE), (changes, GONE))
     placement, row = await follow(source, monkeypatch, 4000)
-    assert source.opened_after == [None, None] and placement.view_bytes == 0
+    assert source.opened_after == [None, None, None] and placement.view_bytes == 0
     # Changes sent there are remembered instead.
     decision = placement.choose(PlacedRequest(prompt_ids=IDS), [row])
     placement.take_sent(decision, 1)
     assert matched(placement, row) == 319
+
+
+async def test_what_lies_in_a_store_is_left_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has half of the bytes of all views, and a view without it is better than none; a gap begins with all."""
+    near = CacheChange(revision=1, inserts=[insert(1)])
+    stored = [CacheChange(revision=n, inserts=[insert(n, tier=Tier.STORE)]) for n in range(2, 9)]
+    source = Source(([near, *stored], GONE), ([near], GONE), ([], GAP))
+    placement, row = await follow(source, monkeypatch, 8000)
+    assert source.took_store == [True, False, False, True] and source.opened_after == [None, None, 1, None]
+    source = Source(([near, *stored[:4]], GONE))
+    placement, row = await follow(source, monkeypatch, 8000)
+    assert source.took_store == [True, True] and matched(placement, row) == 64
+    assert placement.view_bytes > 4000
+
+
+async def test_a_flush_leaves_the_store_its_name_and_a_gap_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first report of a watch says it."""
+    changes = [
+        CacheChange(revision=1, inserts=[insert(1, tier=Tier.HOST)], store_id="s"),
+        CacheChange(revision=2, is_reset=True),
+        CacheChange(revision=3, inserts=[insert(1, tier=Tier.HOST)]),
+    ]
+    for ending, is_shared in ((GONE, True), (GAP, False)):
+        source = Source((changes, ending))
+        placement, _ = await follow(source, monkeypatch)
+        placement.replicas.shares_store(beside := placement.add("beside"), "s")
+        assert (placement.replicas.shared_by is not None) == is_shared
+        assert matched(placement, beside) == (64 if is_shared else 0)

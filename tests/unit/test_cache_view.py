@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from radixmesh.daemons.router.placement.cache_view import (
     CacheView,
     Insert,
     Split,
+    Tier,
     Trim,
     ViewError,
     ViewTooLargeError,
@@ -42,14 +45,14 @@ class Replica:
         page_size: int = 1,
         num_pages: int = 600,
         num_ranks: int = 1,
-        host_index: PrefixIndex | None = None,
+        lower: Sequence[PrefixIndex] = (),
     ):
-        num = num_ranks * (1 if host_index is None else 2)
+        num = num_ranks * (1 + len(lower))
         self.num_ranks = num_ranks
         self.caches = [RadixCache(page_size=page_size, num_pages=num_pages) for _ in range(num)]
         self.feed = CacheFeed(max_events=50)
         self.feed.follow(self.caches, num_ranks)
-        self.view = CacheView(row, index, keys, max_bytes=1 << 30, host_index=host_index)
+        self.view = CacheView(row, index, keys, max_bytes=1 << 30, lower=lower)
         self.free = [list(range(num_pages)) for _ in self.caches]
         self.watch()
 
@@ -71,7 +74,7 @@ class Replica:
                     ids=event.ids.astype("<i4").tobytes(),
                     namespace=event.namespace.name,
                     weights_version=event.namespace.weights_version,
-                    is_on_host=event.tier > 0,
+                    tier=Tier(event.tier),
                 )
                 self.view.apply(CacheChange(revision=self.revision, inserts=[insert]))
 
@@ -126,14 +129,15 @@ def _prompts(rng: np.random.Generator) -> list[IntArray]:
     return prompts
 
 
-@pytest.mark.parametrize(("page_size", "num_ranks", "num_tiers"), [(1, 1, 1), (16, 1, 2), (1, 3, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("page_size", "num_ranks", "num_tiers"), [(1, 1, 1), (16, 1, 2), (1, 3, 1), (1, 2, 3), (4, 1, 3)]
+)
 @given(seed=st.integers(0, 10_000))
 def test_the_view_equals_the_trees_whatever_happens(page_size: int, num_ranks: int, num_tiers: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     keys, indexes = PromptKeys(seed), [PrefixIndex() for _ in range(num_tiers)]
     sizes = {"page_size": page_size, "num_pages": 600 // page_size, "num_ranks": num_ranks}
-    host_index = indexes[1] if num_tiers > 1 else None
-    replicas = [Replica(row, indexes[0], keys, **sizes, host_index=host_index) for row in range(3)]
+    replicas = [Replica(row, indexes[0], keys, **sizes, lower=indexes[1:]) for row in range(3)]
     prompts = _prompts(rng)
     for _ in range(60):
         replica, rank = replicas[int(rng.integers(3))], int(rng.integers(num_ranks * num_tiers))

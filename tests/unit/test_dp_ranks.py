@@ -19,6 +19,7 @@ from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import SlotError, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.planning.admission import prefill
 from radixmesh.daemons.scheduler.planning.planner import Planner
@@ -209,6 +210,38 @@ def test_each_rank_fetches_from_the_store() -> None:
     assert all(host.counters.fetched for host in state.hosts)
     # But for the last pages, of 2 tokens, of each prompt of 20.
     assert planner.fetches.num_fetched == 27 * 18 and planner.counters.prefilled_tokens == 27 * 4
+
+
+def test_a_prefix_that_one_ranks_disk_has_goes_to_that_rank() -> None:
+    """Each rank's host memory holds two prompts of four; a store that all ranks share has one tree of them."""
+    rng = np.random.default_rng(6)
+    tiers = TierSettings(load_min_tokens=1, fetch_min_tokens=4)
+    world = DpWorld(2, num_pages=60, num_host_pages=60, num_stored=lambda num: num, tiers=tiers)
+    prompts = [rng.integers(2, VOCAB_SIZE, 40).tolist() for _ in range(8)]
+    homes = []
+    for pair in zip(prompts[::2], prompts[1::2], strict=True):
+        records = [world.submit(prompt, max_tokens=4) for prompt in pair]
+        world.run()
+        homes += [(record, world.rank_of(record)) for record in records]
+    state = world.planner.state
+    assert state is not None and all(host.counters.evicted for host in state.hosts)
+    gone = [
+        (record, rank)
+        for record, rank in homes
+        for ids in [record.submission.prompt_ids]
+        if [stored.num_known(Namespace("", 1), ids) > 0 for stored in state.stored] == [rank == 0, rank == 1]
+    ]
+    assert {rank for _, rank in gone} == {0, 1}
+    for record, rank in gone:
+        again = world.submit(record.submission.prompt_ids.tolist(), max_tokens=4)
+        world.run()
+        assert world.rank_of(again) == rank
+    world.check()
+    world.group = replace(world.group, kv_store_id="shared")
+    world.begin_epoch()
+    state = world.planner.state
+    assert state is not None and len(state.stored) == 1
+    assert {host.stored for host in state.hosts} == set(state.stored)
 
 
 def test_prefixes_are_loaded_to_their_rank_while_slots_are_full() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from radixmesh.daemons.router.peers.schedulers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.schedulers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.schedulers.scheduler_link import SchedulerLink
-from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Tier
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
@@ -45,7 +45,7 @@ def output_of(ids: bytes) -> Any:
 async def test_a_link_that_goes_leaves_the_row_of_its_successor_alone() -> None:
     is_open = asyncio.Event()
 
-    async def watch(address: str, after_revision: int | None) -> AsyncIterator[CacheChange]:
+    async def watch(address: str, after_revision: int | None, takes_store: bool) -> AsyncIterator[CacheChange]:
         is_open.set()
         await asyncio.Event().wait()
         yield CacheChange(revision=0)
@@ -108,7 +108,7 @@ async def test_a_new_stream_to_a_replica_is_another_cache_and_a_new_load_is_not(
     await placed.close()
 
 
-def replica_with(placement: Placement, address: str, ids: bytes, *, is_on_host: bool, cost: float) -> int:
+def replica_with(placement: Placement, address: str, ids: bytes, *, tier: Tier, cost: float, store_id: str = "") -> int:
     row = placement.add(address)
     placement.restart(row, 100_000)
     load = ReplicaLoad(
@@ -119,10 +119,11 @@ def replica_with(placement: Placement, address: str, ids: bytes, *, is_on_host: 
         free_tokens=100_000,
         cached_tokens=0,
         host_load_cost=cost,
+        store_load_cost=cost,
     )
     placement.take_load(row, load)
-    insert = Insert(node=1, parent=0, ids=ids, namespace="", weights_version=0, is_on_host=is_on_host)
-    placement.apply(row, CacheChange(revision=1, inserts=[insert]))
+    insert = Insert(node=1, parent=0, ids=ids, namespace="", weights_version=0, tier=tier)
+    placement.apply(row, CacheChange(revision=1, inserts=[insert], store_id=store_id))
     return row
 
 
@@ -131,10 +132,10 @@ def test_a_prefix_in_host_memory_costs_its_load() -> None:
     ids = np.arange(640, dtype="<i4")
     request = PlacedRequest(prompt_ids=ids.tobytes())
     placement = Placement(make_policy("cache_aware"))
-    dear = replica_with(placement, "dear", ids[:608].tobytes(), is_on_host=True, cost=0.9)
-    cheap = replica_with(placement, "cheap", ids[:608].tobytes(), is_on_host=True, cost=0.1)
-    half = replica_with(placement, "half", ids[:320].tobytes(), is_on_host=False, cost=0.1)
-    near = replica_with(placement, "near", ids[:608].tobytes(), is_on_host=False, cost=0.1)
+    dear = replica_with(placement, "dear", ids[:608].tobytes(), tier=Tier.HOST, cost=0.9)
+    cheap = replica_with(placement, "cheap", ids[:608].tobytes(), tier=Tier.HOST, cost=0.1)
+    half = replica_with(placement, "half", ids[:320].tobytes(), tier=Tier.DEVICE, cost=0.1)
+    near = replica_with(placement, "near", ids[:608].tobytes(), tier=Tier.DEVICE, cost=0.1)
 
     def chosen(*rows: int) -> int:
         decision = placement.choose(request, rows)
@@ -150,11 +151,71 @@ def test_a_prefix_in_host_memory_costs_its_load() -> None:
     assert not len(placement.index) and not len(placement.host_index)
 
 
+def test_a_prefix_in_a_store_costs_its_fetch() -> None:
+    """The store of one replica has it if that is a disk, and of all that share it otherwise."""
+    ids = np.arange(640, dtype="<i4")
+    request, prefix = PlacedRequest(prompt_ids=ids.tobytes()), ids[:608].tobytes()
+    other = (ids[:608] + 1).astype("<i4").tobytes()
+    placement = Placement(make_policy("cache_aware"))
+    disk = replica_with(placement, "disk", prefix, tier=Tier.STORE, cost=0.3)
+    empty = replica_with(placement, "empty", other, tier=Tier.STORE, cost=0.3)
+
+    def chosen(*rows: int) -> int:
+        decision = placement.choose(request, rows)
+        assert decision is not None
+        return decision.row
+
+    assert placement.replicas.shared_by is None
+    assert chosen(empty, disk) == disk and chosen(empty) == empty
+    assert placement.matched_tokens(request, disk) == 608 and placement.matched_tokens(request, empty) == 0
+    # Of those that share a store one has saved it, to its host memory and the store; all can fetch it.
+    saved = replica_with(placement, "saved", prefix, tier=Tier.HOST, cost=0.2, store_id="s1")
+    beside = replica_with(placement, "beside", other, tier=Tier.STORE, cost=0.1, store_id="s1")
+    apart = replica_with(placement, "apart", other, tier=Tier.STORE, cost=0.1, store_id="s2")
+    assert placement.matched_tokens(request, beside) == 608 and placement.matched_tokens(request, apart) == 0
+    assert chosen(apart, empty, beside) == beside
+    # Loads go by the costs: a shared store spreads its prefixes.
+    assert [chosen(saved, beside), chosen(disk, saved)] == [beside, saved]
+    near = replica_with(placement, "near", prefix, tier=Tier.DEVICE, cost=0.1, store_id="s1")
+    assert chosen(saved, beside, near) == near
+    for _ in placement.lose_view(saved):
+        pass
+    assert placement.matched_tokens(request, beside) == 0, "nobody is known to have saved it"
+    for row in (disk, empty, saved, beside, apart, near):
+        placement.remove(row)
+    assert placement.replicas.shared_by is None
+    assert not len(placement.index) and not len(placement.host_index) and not len(placement.store_index)
+
+
+def test_replicas_that_share_a_store_share_the_load() -> None:
+    """Prompts that the store has, one after the other: no replica is the only one to get them, whatever the policy."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 1000, 640).astype("<i4") for _ in range(16)]
+    for policy in ("cache_aware", "cache_threshold"):
+        placement = Placement(make_policy(policy))
+        rows = [placement.add(f"replica-{number}") for number in range(4)]
+        for row in rows:
+            inserts = [
+                Insert(node=n, parent=0, ids=ids[:608].tobytes(), namespace="", weights_version=0, tier=Tier.STORE)
+                for n, ids in enumerate(prompts, 1)
+                if row == rows[0]
+            ]
+            placement.apply(row, CacheChange(revision=1, inserts=inserts, store_id="shared"))
+        counts = dict.fromkeys(rows, 0)
+        for number, ids in enumerate(prompts, 1):
+            decision = placement.choose(PlacedRequest(prompt_ids=ids.tobytes()), rows)
+            assert decision is not None and decision.matched_tokens == 608
+            placement.take_sent(decision, number)
+            counts[decision.row] += 1
+        assert set(counts.values()) == {4}, policy
+
+
 def test_a_cost_that_is_none_is_not_believed() -> None:
     link = SchedulerLink.__new__(SchedulerLink)
     for told, taken in ((0.5, 0.5), (float("nan"), 1.0), (-3.0, 1.0), (1e30, 1.0)):
-        link.load, link._page_size = scheduler_pb2.Load(host_load_cost=told), 1
-        assert link.replica_load().host_load_cost == taken
+        link.load, link._page_size = scheduler_pb2.Load(host_load_cost=told, store_load_cost=told), 1
+        load = link.replica_load()
+        assert load.host_load_cost == load.store_load_cost == taken
 
 
 def test_stock_is_taken_of_what_waits_and_of_what_no_load_includes() -> None:

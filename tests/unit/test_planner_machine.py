@@ -96,6 +96,7 @@ class PlannerMachine(RuleBasedStateMachine):
                 load_timeout_s=5.0,
                 load_window_tokens=load_window_tokens,
                 fetch_min_tokens=load_min_tokens,
+                stored_tokens=8 * num_tokens,
             ),
             num_stored=None if stored is None else (lambda num: int(stored.integers(0, num + 1))),
         )

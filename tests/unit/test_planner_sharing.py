@@ -289,17 +289,42 @@ def test_a_leader_gets_what_its_followers_leave_of_a_step(page_size: int, rest: 
     check(world, records)
 
 
-def test_a_leader_with_followers_leaves_others_their_chunks() -> None:
-    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=24, num_slots=12)
-    before = world.submit([60, 61] * 20)
-    records = [world.submit(SYSTEM) for _ in range(2)]
-    for _ in range(2):
+def chunks_of_slots(world: World, num_plans: int) -> list[dict[int, int]]:
+    """Plans, each computed before the next one: tokens of a chunk by slot."""
+    plans = []
+    for _ in range(num_plans):
         world.plan()
-        assert [chunk.length for chunk in world.log[-1].chunks] == [8, 16]
+        plans.append({chunk.slot: chunk.length for chunk in world.log[-1].chunks})
         world.execute()
         world.process()
+    return plans
+
+
+def test_long_prompts_in_slots_end_one_after_the_other_in_steps_as_long_as_side_by_side() -> None:
+    """One that ends with its chunk comes first; of the others the oldest gets the chunks of all."""
+    world = World(num_pages=1024, chunk_tokens=8, max_tokens_per_step=32, num_slots=12, eos_rate=0.0)
+    records = [world.submit([first, 9, *range(10, 10 + rest)]) for first, rest in ((3, 46), (4, 46), (5, 12))]
+    first, second, short = range(3)
+    assert chunks_of_slots(world, 4) == [
+        {first: 8, second: 8, short: 8},
+        {short: 6, first: 16},
+        {first: 16},
+        {first: 8, second: 8},
+    ]
     world.run()
-    check(world, [before, *records])
+    check(world, records)
+
+
+def test_a_prompt_that_more_wait_for_comes_first_and_passes_over_the_oldest_twice_in_a_row_at_most() -> None:
+    world = World(num_pages=1024, chunk_tokens=4, max_tokens_per_step=32, num_slots=12, eos_rate=0.0)
+    oldest = world.submit([60, 61] * 20)
+    world.plan()
+    world.execute()
+    world.process()
+    leaders = [world.submit([first, *SYSTEM]) for first in range(40, 47) for _ in range(2)]
+    assert [chunks.get(0, 0) for chunks in chunks_of_slots(world, 5)] == [4, 0, 0, 28, 4]
+    world.run()
+    check(world, [oldest, *leaders])
 
 
 def test_rows_of_a_step_are_in_the_order_of_its_chunks_when_a_leader_is_extended_to_its_end() -> None:

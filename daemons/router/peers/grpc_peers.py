@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from radixmesh.daemons.router.peers.encode_stream import EncodeStream
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerReplica
-from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Trim
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Tier, Trim
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
@@ -42,6 +42,7 @@ _CLOSE_S = 5.0
 _UNARY_S = 60.0
 # For the status of a call that cannot be written to: it is there, or on its way.
 _STATUS_S = 1.0
+_MAX_STORE_ID = 64
 
 
 class GrpcFrameStream(FrameStream[Req, Resp]):
@@ -133,13 +134,14 @@ def dial_detokenizer(
 
 
 async def watch_cache(
-    address: str, after_revision: int | None, tls: TlsFiles | None = None
+    address: str, after_revision: int | None, takes_store: bool, tls: TlsFiles | None = None
 ) -> AsyncIterator[CacheChange]:
-    """The scheduler's WatchCache, on a channel of its own. Raises MeshError when it ends."""
+    """The scheduler's WatchCache, on a channel of its own. takes_store: with what lies in a store. Raises MeshError as
+    it ends."""
     channel = open_channel(address, tls)
     try:
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).WatchCache(
-            scheduler_pb2.WatchCacheRequest(after_revision=after_revision)
+            scheduler_pb2.WatchCacheRequest(after_revision=after_revision, takes_store_tier=takes_store)
         )
         try:
             async for message in call:
@@ -184,12 +186,14 @@ def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
                 ids=insert.ids,
                 namespace=insert.cache_namespace,
                 weights_version=insert.weights_version,
-                is_on_host=insert.tier == scheduler_pb2.CACHE_TIER_HOST,
+                # Of a tier that is not known here: no prefix is further away than the store's.
+                tier=Tier(min(insert.tier, Tier.STORE)) if insert.tier >= 0 else Tier.STORE,
             )
             for insert in message.inserts
         ],
         trims=[Trim(node=trim.node, num_left=trim.num_left) for trim in message.trims],
         evicted=unpack_ints(message.evicted_nodes, "evicted_nodes").tolist(),
+        store_id=message.store_id[:_MAX_STORE_ID],
     )
 
 

@@ -12,8 +12,9 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-OpenWatch = Callable[[str, int | None], AsyncIterator[CacheChange]]
-"""Opens a watch of the scheduler at an address, after a revision or with a snapshot. Raises MeshError as it ends."""
+OpenWatch = Callable[[str, int | None, bool], AsyncIterator[CacheChange]]
+"""Opens a watch of the scheduler at an address, after a revision or with a snapshot, with what lies in a store or
+without. Raises MeshError as it ends."""
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
@@ -30,6 +31,7 @@ class CacheFollower:
         self._open_watch = open_watch
         self._placement = placement
         self._revision: int | None = None
+        self._takes_store = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -48,9 +50,9 @@ class CacheFollower:
         while True:
             has_heard = False
             try:
-                async for change in self._open_watch(self._address, self._revision):
+                async for change in self._open_watch(self._address, self._revision, self._takes_store):
                     if change.is_reset:
-                        await self._clear()
+                        await self._clear(keeps_store=True)
                     self._placement.apply(self._row, change)
                     if self._revision is None and not change.is_snapshot:
                         tokens = self._placement.num_cached_tokens(self._row)
@@ -61,15 +63,19 @@ class CacheFollower:
                     await asyncio.sleep(0)
             except MeshError as error:
                 if error.reason == ErrorReason.ERROR_REASON_RESNAPSHOT:
+                    self._takes_store = True
                     await self._begin_anew()
                 if error.reason == ErrorReason.ERROR_REASON_UNSUPPORTED:
                     log.info("cache_not_watched", address=self._address, error=str(error))
                     await self._begin_anew()
                     await asyncio.sleep(_PAUSE_S)
             except ViewTooLargeError as error:
-                log.warning("cache_view_too_large", address=self._address, error=str(error))
+                is_left_out, self._takes_store = self._takes_store, False
+                left_out = "store" if is_left_out else "all"
+                log.warning("cache_view_too_large", address=self._address, error=str(error), left_out=left_out)
                 await self._begin_anew()
-                await asyncio.sleep(_PAUSE_S)
+                # The store is the first to be left out: it may have lost what it is said to have.
+                await asyncio.sleep(_RETRY_S if is_left_out else _PAUSE_S)
             except ViewError as error:
                 log.warning("cache_view_broken", address=self._address, error=str(error))
                 await self._begin_anew()
@@ -87,6 +93,6 @@ class CacheFollower:
         self._revision = None
         await self._clear()
 
-    async def _clear(self) -> None:
-        for _ in self._placement.lose_view(self._row):
+    async def _clear(self, *, keeps_store: bool = False) -> None:
+        for _ in self._placement.lose_view(self._row, keeps_store=keeps_store):
             await asyncio.sleep(0)

@@ -1,13 +1,15 @@
 """One replica's prefix cache as its scheduler reports it, kept in the common index.
 
 Data-parallel ranks have a tree each, and the scheduler chooses the rank: for a router they are one cache, which holds
-a prefix as long as one of them does. What lies in host memory is in an index of its own: it has to be loaded.
+a prefix as long as one of them does. What lies in host memory, or in a store below that, is in an index of its own: it
+has to be loaded, or fetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import islice
 
 from radixmesh.daemons.router.placement.prefix_index import PrefixIndex
@@ -27,16 +29,24 @@ class ViewTooLargeError(Exception):
     """The view needs more bytes than it may have."""
 
 
+class Tier(IntEnum):
+    """Memory that has a prefix, as `radixmesh.scheduler.v1.CacheTier`. STORE: probably."""
+
+    DEVICE = 0
+    HOST = 1
+    STORE = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insert:
-    """A new leaf. parent 0: at the top of its namespace. ids: i32 array, not empty. is_on_host: in host memory."""
+    """A new leaf. parent 0: at the top of its namespace. ids: i32 array, not empty. tier: of the top counts below."""
 
     node: int
     parent: int
     ids: bytes
     namespace: str
     weights_version: int
-    is_on_host: bool = False
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +68,8 @@ class Trim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """One report, applied in this order. revision: of the cache after it; a snapshot's parts all carry the same one."""
+    """One report, applied in this order. revision: of the cache after it; a snapshot's parts all carry the same one.
+    store_id: of the store below, where others may share it; empty in all but the first report of a watch."""
 
     revision: int
     is_snapshot: bool = False
@@ -67,6 +78,7 @@ class CacheChange:
     inserts: Sequence[Insert] = ()
     trims: Sequence[Trim] = ()
     evicted: Sequence[int] = ()
+    store_id: str = ""
 
 
 class _Node:
@@ -86,7 +98,7 @@ class _Node:
 
 
 class _Tier:
-    """Device or host memory: its index, and the prefixes that several trees of it hold, by how many more than one."""
+    """One kind of memory: its index, and the prefixes that several trees of it hold, by how many more than one."""
 
     __slots__ = ("copies", "index")
 
@@ -96,8 +108,8 @@ class _Tier:
 
 
 class CacheView:
-    """Nodes by id. Changes are applied as they are reported; the index holds the prefixes that end a block, host_index
-    those of trees in host memory (None: the same index)."""
+    """Nodes by id. Changes are applied as they are reported; the index holds the prefixes that end a block, lower those
+    of trees in host memory and in a store (an index that is not there: the one before it)."""
 
     def __init__(
         self,
@@ -106,16 +118,18 @@ class CacheView:
         keys: PromptKeys,
         *,
         max_bytes: int,
-        host_index: PrefixIndex | None = None,
+        lower: Sequence[PrefixIndex] = (),
     ) -> None:
         self._replica = replica
-        self._device, self._host = _Tier(index), _Tier(host_index if host_index is not None else index)
+        indexes = (index, *lower)
+        self._tiers = tuple(_Tier(indexes[min(tier, len(lower))]) for tier in Tier)
         self._keys = keys
-        self.max_bytes = max_bytes
+        self.max_bytes = self.max_store_bytes = max_bytes
         self._nodes: dict[int, _Node] = {}
         self._discarded: list[_Node] = []
         self.num_tokens = 0
-        self.num_bytes = 0
+        self.num_bytes = self.num_store_bytes = 0
+        """Of all, and of what lies in a store."""
         self.weights_version = 0
         """The latest one reported; prefixes of others serve no new request."""
 
@@ -138,9 +152,9 @@ class CacheView:
         """All nodes are gone; clear_index() takes their prefixes from the index, which may take long."""
         self._discarded.extend(self._nodes.values())
         self._nodes.clear()
-        self._device.copies.clear()
-        self._host.copies.clear()
-        self.num_tokens = self.num_bytes = 0
+        for tier in self._tiers:
+            tier.copies.clear()
+        self.num_tokens = self.num_bytes = self.num_store_bytes = 0
 
     def summary(self, *, max_nodes: int, max_visited: int) -> TreeSummary:
         """The largest subtrees among about max_visited nodes: takes the same time however large the cache is."""
@@ -159,7 +173,7 @@ class CacheView:
 
     def clear_index(self) -> Iterator[None]:
         """Takes discarded prefixes from the index, some thousand at each step. Finish it before the next change."""
-        for tier in (self._device, self._host):
+        for tier in self._tiers:
             pending = (key for node in self._discarded if node.tier is tier for key in node.keys)
             while batch := list(islice(pending, _KEYS_A_SLICE)):
                 tier.index.remove(self._replica, batch)
@@ -175,14 +189,14 @@ class CacheView:
             parent.num_children += 1
         else:
             start, before = 0, self._keys.root(insert.namespace, insert.weights_version)
-            tier = self._host if insert.is_on_host else self._device
+            tier = self._tiers[insert.tier]
         self.weights_version = max(self.weights_version, insert.weights_version)
         node = _Node(insert.parent, start, insert.ids, before, tier)
         self._hash(node)
         for key in tier.index.add(self._replica, node.keys):
             tier.copies[key] = tier.copies.get(key, 0) + 1
         self._nodes[insert.node] = node
-        self._count(len(insert.ids), 1)
+        self._count(tier, len(insert.ids), 1)
 
     def _split(self, split: Split) -> None:
         node = self._node(split.node)
@@ -201,14 +215,14 @@ class CacheView:
         # The same tuple of keys, divided: the index does not change.
         node.keys = node.keys[len(upper.keys) :]
         self._nodes[split.upper] = upper
-        self._count(0, 1)
+        self._count(node.tier, 0, 1)
 
     def _trim(self, trim: Trim) -> None:
         node = self._node(trim.node)
         if node.num_children or not 0 < 4 * trim.num_left < len(node.ids):
             raise ViewError(f"node {trim.node} cannot be trimmed to {trim.num_left}")
         before = node.keys
-        self._count(4 * trim.num_left - len(node.ids), 0)
+        self._count(node.tier, 4 * trim.num_left - len(node.ids), 0)
         node.ids = node.ids[: 4 * trim.num_left]
         self._hash(node)
         self._remove(node.tier, before[len(node.keys) :])
@@ -221,7 +235,7 @@ class CacheView:
             self._nodes[node.parent].num_children -= 1
         del self._nodes[number]
         self._remove(node.tier, node.keys)
-        self._count(-len(node.ids), -1)
+        self._count(node.tier, -len(node.ids), -1)
 
     def _remove(self, tier: _Tier, keys: Sequence[int]) -> None:
         """One tree holds these prefixes no more; others may."""
@@ -247,9 +261,15 @@ class CacheView:
             raise ViewError(f"there is no node {number}")
         return node
 
-    def _count(self, id_bytes: int, nodes: int) -> None:
+    def _count(self, tier: _Tier, id_bytes: int, nodes: int) -> None:
         self.num_tokens += id_bytes // 4
         # A key costs about 100 bytes in the index, for each block of 32 tokens: as much as 3.2 bytes a token.
-        self.num_bytes += id_bytes + id_bytes * 4 // 5 + nodes * _NODE_BYTES
+        num_bytes = id_bytes + id_bytes * 4 // 5 + nodes * _NODE_BYTES
+        self.num_bytes += num_bytes
+        if tier is self._tiers[Tier.STORE]:
+            self.num_store_bytes += num_bytes
+            if self.num_store_bytes > self.max_store_bytes:
+                message = f"prefixes in a store need {self.num_store_bytes} bytes, more than {self.max_store_bytes}"
+                raise ViewTooLargeError(message)
         if self.num_bytes > self.max_bytes:
             raise ViewTooLargeError(f"{self.num_tokens} tokens need {self.num_bytes} bytes, more than {self.max_bytes}")

@@ -21,6 +21,8 @@ from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 _SENT_S = 10.0
 # Of a replica whose cache is not reported and whose KV memory is not known.
 _SENT_TOKENS = 1 << 20
+# Of the bytes of all views, what lies in stores takes a half at most: the rest is worth more.
+_STORE_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class Placement:
         self._view_bytes = view_bytes
         self._now = now
         self._keys = PromptKeys(seed)
-        self.index, self.host_index = PrefixIndex(), PrefixIndex()
+        self.index, self.host_index, self.store_index = PrefixIndex(), PrefixIndex(), PrefixIndex()
         self._sent_index = PrefixIndex()
         self._rows: dict[int, _Replica] = {}
         self._versions: tuple[int, ...] = (0,)
@@ -92,7 +94,8 @@ class Placement:
     def add(self, address: str) -> int:
         """A new replica's row."""
         row = self.replicas.add(address)
-        view = CacheView(row, self.index, self._keys, max_bytes=self._view_bytes, host_index=self.host_index)
+        lower = (self.host_index, self.store_index)
+        view = CacheView(row, self.index, self._keys, max_bytes=self._view_bytes, lower=lower)
         sent = SentPrompts(row, self._sent_index, max_keys=_SENT_TOKENS // BLOCK)
         self._rows[row] = _Replica(view, sent)
         return row
@@ -124,16 +127,23 @@ class Placement:
         view = replica.view
         others = sum(other.view.num_bytes for other in self._rows.values()) - view.num_bytes
         view.max_bytes = self._view_bytes - others
+        of_stores = sum(other.view.num_store_bytes for other in self._rows.values()) - view.num_store_bytes
+        view.max_store_bytes = self._view_bytes // _STORE_SHARE - of_stores
         version = view.weights_version
+        if change.store_id:
+            self.replicas.shares_store(row, change.store_id)
         view.apply(change)
         replica.is_reported = True
         if view.weights_version != version:
             self._note_versions()
 
-    def lose_view(self, row: int) -> Iterator[None]:
-        """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply()."""
+    def lose_view(self, row: int, *, keeps_store: bool = False) -> Iterator[None]:
+        """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply().
+        keeps_store: its store is the same."""
         replica = self._rows[row]
         replica.is_reported = False
+        if not keeps_store:
+            self.replicas.shares_store(row, "")
         replica.view.clear()
         yield from replica.view.clear_index()
 
@@ -163,6 +173,11 @@ class Placement:
                 on_host = np.minimum(self._matched(self.host_index, request, keys)[chosen], num_tokens - 1)
                 matched = np.maximum(on_device, on_host)
                 load_tokens = (matched - on_device) * table.host_load_costs[chosen]
+            stored = self._stored(request, keys)
+            if stored is not None:
+                nearer, matched = matched, np.maximum(matched, np.minimum(stored[chosen], num_tokens - 1))
+                fetch_tokens = (matched - nearer) * table.store_load_costs[chosen]
+                load_tokens = fetch_tokens if load_tokens is None else load_tokens + fetch_tokens
         candidates = Candidates(
             names=table.addresses,
             rows=chosen,
@@ -196,7 +211,8 @@ class Placement:
             return 0
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
         matched = max(int(self._matched(index, request, keys)[row]) for index in (self.index, self.host_index))
-        return min(matched, request.num_tokens - 1)
+        stored = self._stored(request, keys)
+        return min(matched if stored is None else max(matched, int(stored[row])), request.num_tokens - 1)
 
     def take_sent(self, decision: Decision, sequence: int) -> None:
         """The output of a decision was sent, as that submit."""
@@ -230,14 +246,32 @@ class Placement:
 
     def _matched(self, index: PrefixIndex, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64]:
         """By row, tokens of the request in device memory or in host memory; what was sent counts as in both."""
+        matched = self._held(index, request, keys)
+        if len(self._sent_index):
+            np.maximum(matched, matched_tokens(self._sent_index.match(keys), len(self.replicas)), out=matched)
+        return matched
+
+    def _stored(self, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64] | None:
+        """By row, tokens of the request that the replica's store probably has; None where no store is known to have
+        anything. What one replica has saved to a store that others share can be fetched by all of them."""
+        shared_by = self.replicas.shared_by
+        if shared_by is None:
+            return self._held(self.store_index, request, keys) if len(self.store_index) else None
+        # Host memory is saved to the store as soon as to itself.
+        saved = self._held(self.host_index, request, keys)
+        np.maximum(saved, self._held(self.store_index, request, keys), out=saved)
+        most = np.zeros_like(saved)
+        np.maximum.at(most, shared_by, saved)
+        return most[shared_by]
+
+    def _held(self, index: PrefixIndex, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64]:
+        """By row, tokens of the request that are reported in a tier."""
         count = len(self.replicas)
         matched = matched_tokens(index.match(keys), count)
         for version in self._versions[1:]:
             # Replicas with other weights: rare, while an update goes round.
             other = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, version))
             np.maximum(matched, matched_tokens(index.match(other), count), out=matched)
-        if len(self._sent_index):
-            np.maximum(matched, matched_tokens(self._sent_index.match(keys), count), out=matched)
         return matched
 
     def _note_versions(self) -> None:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from radixmesh.daemons.router.placement.replicas import FloatColumn, IntColumn
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.placement_cost import placement_costs
@@ -148,7 +150,12 @@ class CacheThreshold(PlacementPolicy):
         most, least = int(loads.max()), int(loads.min())
         if most - least > self._BALANCE_OUTPUTS and most > self._BALANCE_RATIO * least:
             return int(loads.argmin())
-        best = int(candidates.matched_tokens.argmax())
+        near: FloatColumn | IntColumn = candidates.matched_tokens
+        if candidates.load_tokens is not None:
+            near = near - candidates.load_tokens
+        # Replicas that share a store have equal matches there.
+        longest = np.flatnonzero(near == near.max())
+        best = int(longest[loads[longest].argmin()])
         if candidates.matched_tokens[best] > self._CACHE_SHARE * num_tokens:
             return best
         # The gateway counts a prompt when it is sent; here cached_tokens are of the last load.

@@ -19,7 +19,8 @@ _EVEN_SPEEDS, _SLOWEST = 1.25, 32.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV.
-    host_load_cost: time of a token that is loaded from host memory, as a share of a computed one's.
+    host_load_cost, store_load_cost: time of a token that comes from host memory or from the store below, as a share of
+    a computed one's.
     token_us: by which a token more makes a step longer; 0 = not known."""
 
     submit_sequence: int
@@ -29,6 +30,7 @@ class ReplicaLoad:
     free_tokens: int
     cached_tokens: int
     host_load_cost: float = 0.0
+    store_load_cost: float = 0.0
     token_us: float = 0.0
 
 
@@ -77,6 +79,10 @@ class Replicas:
         self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         self.cached_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         self.host_load_costs: FloatColumn = np.zeros(0)
+        self.store_load_costs: FloatColumn = np.zeros(0)
+        self._stores: dict[int, str] = {}
+        self.shared_by: IntColumn | None = None
+        """By row, one row for all that share its store; itself where nobody does. None: nobody shares any."""
         self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """With so many outputs the replica is full; NO_BOUND = never."""
         self._token_us: FloatColumn = np.zeros(0)
@@ -92,7 +98,7 @@ class Replicas:
             self.addresses[row], self._replicas[row] = address, _Replica()
             for column in self._columns():
                 column[row] = 0
-            self.host_load_costs[row] = 0.0
+            self.host_load_costs[row] = self.store_load_costs[row] = 0.0
             self.max_outputs[row] = NO_BOUND
             return row
         self.addresses.append(address)
@@ -100,6 +106,7 @@ class Replicas:
         if len(self.addresses) > len(self.num_outputs):
             self._grow()
         self.max_outputs[len(self.addresses) - 1] = NO_BOUND
+        self._find_shared()
         return len(self.addresses) - 1
 
     def remove(self, row: int) -> None:
@@ -107,6 +114,26 @@ class Replicas:
         self.addresses[row] = ""
         self._token_us[row] = 0.0
         self._free.append(row)
+        self.shares_store(row, "")
+
+    def shares_store(self, row: int, store_id: str) -> None:
+        """The replica has the store of that name below its host memory; empty: nobody else has it."""
+        if self._stores.get(row, "") == store_id:
+            return
+        if store_id:
+            self._stores[row] = store_id
+        else:
+            del self._stores[row]
+        self._find_shared()
+
+    def _find_shared(self) -> None:
+        if len(set(self._stores.values())) == len(self._stores):
+            self.shared_by = None
+            return
+        self.shared_by = np.arange(len(self.addresses), dtype=np.int64)
+        first: dict[str, int] = {}
+        for row, store_id in self._stores.items():
+            self.shared_by[row] = first.setdefault(store_id, row)
 
     def restart(self, row: int) -> None:
         """A new stream: sequences begin anew, and nothing sent before is still there."""
@@ -124,6 +151,7 @@ class Replicas:
         self.free_tokens[row] = load.free_tokens
         self.cached_tokens[row] = load.cached_tokens
         self.host_load_costs[row] = load.host_load_cost
+        self.store_load_costs[row] = load.store_load_cost
         self._token_us[row] = load.token_us
         self._update(row)
 
@@ -193,4 +221,6 @@ class Replicas:
             self.cached_tokens,
             self.max_outputs,
         ) = (np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns())
-        self.host_load_costs = np.concatenate([self.host_load_costs, np.zeros(size - len(self.host_load_costs))])
+        more = np.zeros(size - len(self.host_load_costs))
+        self.host_load_costs = np.concatenate([self.host_load_costs, more])
+        self.store_load_costs = np.concatenate([self.store_load_costs, more])

@@ -47,6 +47,9 @@ class Reset(NamedTuple):
 
 CacheEvent = Inserted | Split | Evicted | Reset
 
+STORE_TIER = 2
+"""Of caches of what lies in a store, behind those of the device (0) and of host memory (1)."""
+
 
 class CacheFeed:
     """The changes of a cache, or of one a data-parallel rank and tier, with a memory of `max_events` events and about
@@ -106,6 +109,16 @@ class CacheFeed:
             if max_tokens <= 0:
                 break
         return events
+
+    def is_of_store(self, event: CacheEvent) -> bool:
+        """True for a change of what lies in a store alone; events are of this feed."""
+        match event:
+            case Inserted():
+                return event.tier >= STORE_TIER
+            case Split() | Evicted():
+                return event.node % len(self._caches) >= STORE_TIER * self.num_ranks
+            case Reset():
+                return False
 
     def _note(self, event: CacheEvent) -> None:
         if self.revision - self._oldest == len(self._ring):

@@ -12,12 +12,13 @@ _NODE_MASK = (1 << _NODE_BITS) - 1
 
 
 class LeafQueue:
-    """Heap with at most one entry a node, brought up to date only at its front.
+    """Heap with about one entry a node, brought up to date only at its front.
 
-    Invariant: every free leaf has an entry, of a score no higher than its own. Entries of nodes that are locked or have
-    children meanwhile are dropped when they come to the front; an old score is replaced then. A node leaves the tree
-    only from the front, so no entry outlives its node. An entry is one integer, score << 32 | node: nothing that the
-    garbage collector follows. O(log leaves) an eviction, plus as much for every leaf that was used since it was queued.
+    Invariant: every free leaf has an entry, of a score no higher than its own. Entries of nodes that are locked, gone
+    or have children meanwhile are dropped when they come to the front; an old score is replaced then. A node that
+    leaves the tree elsewhere leaves its entry, beside which the next node of its number may have a second one. An entry
+    is one integer, score << 32 | node: nothing that the garbage collector follows. O(log leaves) an eviction, plus as
+    much for every leaf that was used since it was queued.
     """
 
     def __init__(self, policy: EvictionPolicy, nodes: RadixNodes) -> None:

@@ -17,6 +17,9 @@ from radixmesh.daemons.scheduler.cache.radix_nodes import NO_NODE, array_of
 from radixmesh.daemons.scheduler.cache.radix_tree import RadixTree
 from radixmesh.daemons.scheduler.pages.page_chains import read_chains
 
+# Of drop_end(), before the queue of leaves is made anew.
+_MOST_DROPPED = 64
+
 
 class RadixCache(PrefixCache):
     """Radix tree with locks, use and eviction.
@@ -152,6 +155,53 @@ class RadixCache(PrefixCache):
         self._num_cached -= len(freed)
         return freed
 
+    def evict_leaf(self) -> IntArray:
+        """evict() of the whole node that it would begin with; no page where all are locked."""
+        leaf = self._queue.head()
+        return self.evict(self._tree.nodes.num[leaf]) if leaf != NO_NODE else empty_ints()
+
+    def touch(self, probe: Probe) -> None:
+        """Marks what probe() has found just now as used, whole nodes; unlike match() it splits none."""
+        self._touch(probe.branch)
+
+    def drop_end(self, namespace: Namespace, ids: IntArray, num_kept: int) -> IntArray:
+        """Forgets a prefix beyond its first `num_kept` pages, with what continues it in the same edge, as far as
+        nothing else continues it and nothing is locked; returns the pages, int32, which are the caller's."""
+        tree, nodes = self._tree, self._tree.nodes
+        path, num = tree.find(namespace, ids)
+        dropped: list[IntArray] = []
+        parent = NO_NODE
+        while path and num > num_kept and nodes.is_free_leaf(path[-1]) and nodes.end[path[-1]] > num_kept:
+            leaf = path.pop()
+            if nodes.end[leaf] - nodes.num[leaf] < num_kept:
+                dropped.append(tree.trim(leaf, nodes.end[leaf] - num_kept))
+                break
+            pages, parent = tree.remove(leaf)
+            dropped.append(pages)
+        if not dropped:
+            return empty_ints()
+        freed = np.concatenate(dropped)
+        self._is_cached[freed] = False
+        self._num_cached -= len(freed)
+        self._num_dropped += len(dropped)
+        if self._num_dropped > tree.num_nodes + _MOST_DROPPED:
+            self._requeue()
+        elif parent != NO_NODE:
+            self._queue.offer(parent)
+        return freed
+
+    def latest_prefixes(self, most_pages: int) -> list[tuple[Namespace, IntArray]]:
+        """Whole prefixes, the latest used last, of at most so many pages together, those in common counted again."""
+        nodes, total = self._tree.nodes, self._tree.nodes.num_numbers
+        leaves = np.flatnonzero((array_of(nodes.num, total) > 0) & (array_of(nodes.num_children, total) == 0))
+        leaves = leaves[np.argsort(array_of(nodes.last_used, total)[leaves], kind="stable")]
+        num = np.cumsum(array_of(nodes.end, total)[leaves][::-1]).searchsorted(most_pages, side="right")
+        found = []
+        for leaf in leaves[len(leaves) - num :].tolist():
+            path = self._tree.path_to(leaf)[::-1]
+            found.append((self._tree.namespace_of(leaf), np.concatenate([nodes.ids[node] for node in path])))
+        return found
+
     def before_evict(self, evicting: Callable[[Namespace, IntArray, IntArray, int], None] | None) -> None:
         self._evicting = evicting
 
@@ -194,6 +244,17 @@ class RadixCache(PrefixCache):
         self._is_cached = np.zeros(self.num_pages, bool)
         self._num_cached = 0
         self._num_locked = 0
+        self._num_dropped = 0
+
+    def _requeue(self) -> None:
+        """Entries of nodes that were dropped would stay until an eviction comes to them."""
+        nodes, total = self._tree.nodes, self._tree.nodes.num_numbers
+        array_of(nodes.is_queued, total)[:] = 0
+        is_free = (array_of(nodes.num, total) > 0) & (array_of(nodes.num_children, total) == 0)
+        is_free &= array_of(nodes.locks, total) == 0
+        self._queue = LeafQueue(self._policy, nodes)
+        self._queue.fill(np.flatnonzero(is_free).tolist())
+        self._num_dropped = 0
 
     def _touch(self, path: Sequence[int]) -> None:
         self._tick += 1

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.cache_namespace import split_cache_name
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split, inserted_on
+from radixmesh.daemons.scheduler.cache.feed import (
+    STORE_TIER,
+    CacheEvent,
+    CacheFeed,
+    Evicted,
+    Inserted,
+    Reset,
+    Split,
+    inserted_on,
+)
 from radixmesh.daemons.scheduler.cache.observer import CacheContent
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -20,6 +29,7 @@ _MAX_EVENTS, _MAX_TOKENS = 128, 1 << 16
 _BEHIND_TOKENS_S = 0.002
 # On the wire 0 is the root.
 _FIRST_NODE = 1
+_TIERS = (scheduler_pb2.CACHE_TIER_UNSPECIFIED, scheduler_pb2.CACHE_TIER_HOST, scheduler_pb2.CACHE_TIER_STORE)
 
 
 async def watch_cache(
@@ -33,7 +43,12 @@ async def watch_cache(
     """
     feed = loop.planner.cache_feed
     group = loop.planner.group
-    digest = group.weights_digest if group is not None else ""
+    state = loop.planner.state
+    first = scheduler_pb2.WatchCacheResponse(
+        weights_digest=group.weights_digest if group is not None else "",
+        store_id=state.group.kv_store_id if state is not None and state.stored else "",
+    )
+    takes_store = request.takes_store_tier
     if request.HasField("after_revision"):
         revision = request.after_revision
     else:
@@ -41,17 +56,17 @@ async def watch_cache(
         revision = feed.revision
         if contents is None:
             raise _no_content(loop)
-        async for message in snapshot_messages(contents, revision, feed.num_ranks):
-            _name_weights(message, digest)
-            digest = ""
+        async for message in snapshot_messages(contents, revision, feed.num_ranks, takes_store=takes_store):
+            message.MergeFrom(first)
+            first.Clear()
             yield message
     while True:
         events = feed.events_after(revision, _MAX_EVENTS, _MAX_TOKENS)
         if events is None:
             raise _resnapshot(revision, feed)
-        for message in change_messages(events, revision):
-            _name_weights(message, digest)
-            digest = ""
+        for message in change_messages(events, revision, None if takes_store else feed.is_of_store):
+            message.MergeFrom(first)
+            first.Clear()
             yield message
         revision += len(events)
         if not events:
@@ -60,10 +75,11 @@ async def watch_cache(
 
 
 async def snapshot_messages(
-    contents: Sequence[CacheContent], revision: int, num_ranks: int
+    contents: Sequence[CacheContent], revision: int, num_ranks: int, *, takes_store: bool = True
 ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
-    """The last message is the first without is_snapshot: it says that the snapshot is complete."""
-    for index, content in enumerate(contents):
+    """The last message is the first without is_snapshot: it says that the snapshot is complete. takes_store: False:
+    what lies in a store is left out."""
+    for index, content in enumerate(contents if takes_store else contents[: STORE_TIER * num_ranks]):
         await asyncio.to_thread(content.order)
         for batch in _batches(content, index, len(contents), num_ranks):
             yield scheduler_pb2.WatchCacheResponse(revision=revision, is_snapshot=True, inserts=batch)
@@ -86,11 +102,17 @@ def _batches(
         yield batch
 
 
-def change_messages(events: Iterable[CacheEvent], revision: int) -> Iterator[scheduler_pb2.WatchCacheResponse]:
+def change_messages(
+    events: Iterable[CacheEvent], revision: int, is_unwanted: Callable[[CacheEvent], bool] | None = None
+) -> Iterator[scheduler_pb2.WatchCacheResponse]:
     """Events after `revision` as messages. The fields of one apply in the order reset, splits, inserts, trims,
-    evicted_nodes: an event that would come too late there begins the next message."""
+    evicted_nodes: an event that would come too late there begins the next message. is_unwanted: of events that are left
+    out; their revisions count."""
     message, last, evicted = scheduler_pb2.WatchCacheResponse(), -1, list[int]()
     for event in events:
+        if is_unwanted is not None and is_unwanted(event):
+            revision += 1
+            continue
         rank = _rank(event)
         if rank < last or (rank == last == 0):
             message.evicted_nodes = pack_ints(evicted)
@@ -117,11 +139,6 @@ def change_messages(events: Iterable[CacheEvent], revision: int) -> Iterator[sch
         yield message
 
 
-def _name_weights(message: scheduler_pb2.WatchCacheResponse, digest: str) -> None:
-    if digest:
-        message.weights_digest = digest
-
-
 def _rank(event: CacheEvent) -> int:
     match event:
         case Reset():
@@ -145,7 +162,7 @@ def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
         salt=salt,
         weights_version=event.namespace.weights_version,
         dp_rank=event.rank,
-        tier=scheduler_pb2.CACHE_TIER_HOST if event.tier else scheduler_pb2.CACHE_TIER_UNSPECIFIED,
+        tier=_TIERS[event.tier],
     )
 
 

@@ -50,6 +50,8 @@ class GroupInfo:
     kv_layout: str = ""
     has_kv_store: bool = False
     """All workers fetch pages from a store into host memory."""
+    kv_store_id: str = ""
+    """Equal for groups that find each other's pages there; empty: nobody else has the store."""
     has_transfers: bool = False
     """The workers send KV to others and take it from them."""
     kv_shares: tuple[KvShare, ...] = ()
@@ -64,6 +66,11 @@ class GroupInfo:
             instance_id != other_id and end is PredecessorEnd.FROM_OUTSIDE
             for (instance_id, end), (other_id, _) in zip(ranks, others, strict=True)
         )
+
+    def has_store_of(self, former: GroupInfo) -> bool:
+        """True if pages that `former` has stored are of use here, as far as it tells: a disk has no name."""
+        names = ("kv_store_id", "weights_digest", "weights_version", "kv_dtype", "kv_layout", "page_size", "dp_size")
+        return all(getattr(self, name) == getattr(former, name) for name in names)
 
     def _ranks(self) -> tuple[tuple[str, PredecessorEnd], ...]:
         return ((self.instance_id, self.predecessor_end), *self.other_ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -86,11 +87,21 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         has_transfers=all(info.has_transfers for info in infos),
         kv_shares=tuple(share for info in infos[: layout.tp_size] for share in info.kv_shares),
         has_kv_store=all(info.has_kv_store for info in infos),
+        kv_store_id=_store_id([info.kv_store_id for info in infos], layout.tp_size),
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,
         other_ranks=tuple((info.instance_id, info.predecessor_end) for info in infos[1:]),
     )
+
+
+def _store_id(of_ranks: Sequence[str], tp_size: int) -> str:
+    """That of a data-parallel rank, whose workers keep a share of each page; empty where these ranks have stores of
+    their own, or a worker's is its own."""
+    shares = of_ranks[:tp_size]
+    if not all(shares) or list(of_ranks) != list(shares) * (len(of_ranks) // tp_size):
+        return ""
+    return shares[0] if tp_size == 1 else hashlib.sha256(" ".join(shares).encode()).hexdigest()[:32]
 
 
 def _check_builds(hellos: Sequence[worker_pb2.WorkerHello]) -> None:

@@ -71,13 +71,16 @@ class SlotPages:
         """The result that match() would have for a sequence's tokens; changes nothing."""
         return self.cache.probe(self.namespace_of(sequence), sequence.token_ids()[: sequence.max_cached_len()])
 
-    def found(self, sequence: Sequence) -> tuple[int, int]:
-        """Pages of a sequence that the device has, and that any tier has; changes nothing."""
+    def found(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Pages of a sequence that the device has, that it or the host has, and that any tier has, the store probably;
+        changes nothing."""
         num = self.probe(sequence).num_pages
         if self.host is None:
-            return num, num
+            return num, num, num
         ids = sequence.token_ids()[: sequence.max_cached_len()]
-        return num, max(num, self.host.num_known(self.namespace_of(sequence), ids))
+        namespace, stored = self.namespace_of(sequence), self.host.stored
+        nearer = max(num, self.host.num_known(namespace, ids))
+        return num, nearer, nearer if stored is None else max(nearer, stored.num_known(namespace, ids))
 
     def match(self, sequence: Sequence, probe: Probe | None = None) -> Match:
         """The usable cached prefix of a request's tokens, locked: attach() or unlock it.

@@ -20,6 +20,7 @@ from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.tiers.host_cache import HostCache, TierSettings
+from radixmesh.daemons.scheduler.tiers.stored_prefixes import StoredPrefixes
 
 
 class EpochState:
@@ -39,8 +40,10 @@ class EpochState:
         eviction: str = "lru",
         dispatch: DispatchChoice | None = None,
         tiers: TierSettings | None = None,
+        stored: PySequence[StoredPrefixes] = (),
     ) -> None:
-        """tiers: how a host tier is used, where the workers have one; None: not at all."""
+        """tiers: how a host tier is used, where the workers have one; None: not at all. stored: what the store below it
+        probably has, of each data-parallel rank or of all; empty: there is none, or it is not known."""
         self.dispatch = dispatch or DispatchChoice()
         self.epoch = epoch
         self.group = group
@@ -62,7 +65,8 @@ class EpochState:
             generations = snapshots[rank].records.generations if snapshots is not None else None
             host: HostCache | None = None
             if tiers is not None and group.num_host_pages:
-                host = HostCache(group.num_host_pages, group.page_size, tiers, tiers.eviction or eviction, rank)
+                below = stored[rank % len(stored)] if stored else None
+                host = HostCache(group.num_host_pages, group.page_size, tiers, tiers.eviction or eviction, rank, below)
             pool = PagePool(group.num_pages, generations)
             pages = SlotPages(pool, prefixes, self.table, group.weights_version, host)
             if snapshots is not None:
@@ -72,6 +76,7 @@ class EpochState:
         """Pages of each data-parallel rank."""
         self.hosts = tuple(pages.host for pages in ranks if pages.host is not None)
         """Host tiers of all ranks; empty = there is none."""
+        self.stored = tuple(stored) if self.hosts else ()
         self.recent = RecentPrefixes(len(ranks))
 
     @property

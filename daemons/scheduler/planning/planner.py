@@ -51,6 +51,7 @@ from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 from radixmesh.daemons.scheduler.tiers.kv_fetches import KvFetches
 from radixmesh.daemons.scheduler.tiers.kv_loads import KvLoads
+from radixmesh.daemons.scheduler.tiers.stored_prefixes import StoredPrefixes
 from radixmesh.daemons.scheduler.transfers.arrival import ArrivalRoom
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
@@ -110,7 +111,11 @@ class Planner:
             estimate=self.estimate,
             window_tokens=tiers.load_window_tokens,
         )
-        self.fetches = KvFetches(self.queue, min_tokens=tiers.fetch_min_tokens, timeout_s=tiers.load_timeout_s)
+        self.fetches = KvFetches(
+            self.queue, min_tokens=tiers.fetch_min_tokens, timeout_s=tiers.load_timeout_s, estimate=self.estimate
+        )
+        self._stored: tuple[StoredPrefixes, ...] = ()
+        self._stored_by: GroupInfo | None = None
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
@@ -232,7 +237,14 @@ class Planner:
         settings = self._settings
         snapshots = (snapshot,) if isinstance(snapshot, CacheSnapshot) else snapshot
         self._state = EpochState(
-            epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch, settings.tiers_of(group)
+            epoch,
+            group,
+            snapshots,
+            settings.cache,
+            settings.eviction,
+            settings.dispatch,
+            settings.tiers_of(group),
+            self._stored_of(group),
         )
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         self.experts.begin_epoch(epoch, group.experts, group.barrier_ops)
@@ -254,7 +266,8 @@ class Planner:
             except MeshError as error:
                 self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
         caches = [pages.cache for pages in self._state.ranks]
-        self.cache_feed.follow([*caches, *(host.cache for host in self._state.hosts)], len(caches))
+        caches += [host.cache for host in self._state.hosts] + [stored.cache for stored in self._state.stored]
+        self.cache_feed.follow(caches, group.dp_size)
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
 
@@ -268,10 +281,11 @@ class Planner:
         if state is None:
             return
         self.flush.interrupted()
-        self.cache_feed.follow(())
-        self.counters.evicted_pages += state.num_evicted
         for host in state.hosts:
             self.counters.tiers.add(host.counters)
+            host.end_epoch()
+        self.cache_feed.follow(())
+        self.counters.evicted_pages += state.num_evicted
         self.queue.unpark_all()
         self.grammars.begin_epoch()
         self.arrivals.begin_epoch()
@@ -408,6 +422,20 @@ class Planner:
             self.token_time.observe(step.num_tokens, device_us, self.estimate.expect_us(step.num_tokens))
             self.estimate.observe(step.num_tokens, device_us)
         check_pages(state, self.counters, is_strict=self._settings.check_invariants, retract=self._retraction.leave)
+
+    def _stored_of(self, group: GroupInfo) -> tuple[StoredPrefixes, ...]:
+        """Prefixes in the store of each data-parallel rank, or of all: those of the epoch before, if its KV is of use
+        to these workers. Empty: there is no store, or its content is not to be remembered."""
+        tiers = self._settings.tiers_of(group)
+        if tiers is None or not group.has_kv_store or not tiers.stored_tokens:
+            self._stored, self._stored_by = (), None
+        elif self._stored_by is None or not group.has_store_of(self._stored_by):
+            # Ranks that share a store find each other's pages.
+            num = 1 if group.kv_store_id else group.dp_size
+            most = max(1, tiers.stored_tokens // num)
+            self._stored = tuple(StoredPrefixes(group.page_size, most) for _ in range(num))
+            self._stored_by = group
+        return self._stored
 
     def _finish(
         self, sequence: Sequence, ending: SequenceEnd, error: MeshError | None = None, num_output: int | None = None

@@ -18,7 +18,7 @@ class PlannerSettings:
     """The planner's part of the scheduler's settings."""
 
     chunk_tokens: int = 512
-    """Most prefill tokens of one request in one step."""
+    """Prefill tokens in one step for each request that is prefilled, see Prefill."""
     max_tokens_per_step: int | None = None
     """None = the worker's limit."""
     max_running: int | None = None

@@ -205,6 +205,11 @@ class InflightPrefixes:
             if until := max((follower.until for follower in self._followers_of(leader)), default=0):
                 yield sequence, until
 
+    def num_followers(self, sequence: Sequence) -> int:
+        """Requests that wait for what a request computes."""
+        leader = self._leaders.get(sequence)
+        return 0 if leader is None else sum(1 for _ in self._followers_of(leader))
+
     def num_due(self, state: EpochState) -> int:
         """Followers whose prefix the plans in flight compute to its end: those whose prefix is there already are in
         the next plan without any wait."""

@@ -44,6 +44,8 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         load.cached_pages = counts[PageState.CACHED]
         if state.hosts:
             load.host_load_cost = planner.loads.cost
+        if state.stored:
+            load.store_load_cost = planner.fetches.store_cost(planner.loads.cost)
         if len(state.ranks) > 1:
             load.ranks.extend(_rank_loads(state))
     return load

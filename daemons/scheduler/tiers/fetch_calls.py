@@ -46,7 +46,7 @@ class FetchCalls:
             task.cancel()
 
     async def _fetch(self, state: EpochState, fetch: KvFetch, after_step: int) -> None:
-        num, held = 0, fetch.held.pages
+        num, is_answer, held = 0, False, fetch.held.pages
         ids, pages = pack_ints(fetch.ids), pack_ints(fetch.pages)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -67,8 +67,8 @@ class FetchCalls:
                     ]
                 )
             # Workers of a rank have stores of their own; one may have evicted what another has.
-            num = min(len(fetch.pages), *(answer.num_pages for answer in answers))
+            num, is_answer = min(len(fetch.pages), *(answer.num_pages for answer in answers)), True
         except (MeshError, TimeoutError) as error:
             log.info("kv_not_fetched", error=str(error) or "timeout")
-        self._planner.fetches.fetched(state, fetch, num)
+        self._planner.fetches.fetched(state, fetch, num, is_answer=is_answer)
         self._changed()

@@ -19,6 +19,7 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
 from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
 from radixmesh.daemons.scheduler.tiers.host_pages import HostPages
+from radixmesh.daemons.scheduler.tiers.stored_prefixes import StoredPrefixes
 
 MAX_SAVED_PAGES = 1 << 18
 """Pages that one plan saves at most: their ids take 2 MiB of its message."""
@@ -50,6 +51,8 @@ class TierSettings:
     """Workers are given loads until they have two, and so many tokens of them; others are queued."""
     fetch_min_tokens: int = 64
     """Fewer that the host lacks are computed rather than asked of the workers' store."""
+    stored_tokens: int = 1 << 20
+    """Prefixes in the store that are remembered, of all data-parallel ranks; 0 = none are."""
 
 
 @dataclass(slots=True)
@@ -73,14 +76,25 @@ class TierCounters:
 class HostCache:
     """Of one data-parallel rank."""
 
-    def __init__(self, num_pages: int, page_size: int, settings: TierSettings, eviction: str, rank: int = 0) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        settings: TierSettings,
+        eviction: str,
+        rank: int = 0,
+        stored: StoredPrefixes | None = None,
+    ) -> None:
+        """stored: is told of all that leaves; None: there is no store."""
+        self.settings, self.stored = settings, stored
         self.pages = HostPages(num_pages)
         self.cache = RadixCache(page_size=page_size, num_pages=num_pages, policy=make_eviction_policy(eviction))
         self._rank = rank
         self._saves: list[PageMove] = []
         self._num_unsent = self._num_fetching = 0
         self.counters = TierCounters()
+        if stored is not None:
+            self.cache.before_evict(stored.add)
 
     @property
     def has_saves(self) -> bool:
@@ -169,9 +183,18 @@ class HostCache:
                 self._saves.append(replace(move, device_pages=device_pages, host_pages=host_pages))
 
     def flush(self) -> None:
-        """Empties the cache; nothing of it is held."""
+        """Empties the cache; nothing of it is held. What the store has is forgotten, too: those who watch the trees are
+        told that all nodes are gone."""
         self.pages.give_back(self.cache.reset())
         self.take_saves()
+        if self.stored is not None:
+            self.stored.clear()
+
+    def end_epoch(self) -> None:
+        """Workers may come back without their memory: what is here is then in the store alone."""
+        if self.stored is not None:
+            for namespace, ids in self.cache.latest_prefixes(self.stored.cache.num_pages):
+                self.stored.add(namespace, ids)
 
     def adopt(self, snapshot: CacheSnapshot, weights_version: int) -> int:
         """Takes over, once, what a former scheduler saved; returns its pages."""
@@ -184,7 +207,7 @@ class HostCache:
         if self.pages.num_used != self.cache.num_cached + self._num_fetching:
             fetching = f" and fetches have {self._num_fetching}" if self._num_fetching else ""
             return f"{self.pages.num_used} host pages are used, the host cache has {self.cache.num_cached}{fetching}"
-        return ""
+        return "" if self.stored is None else self.stored.find_violation()
 
     def _take(self, num: int) -> IntArray:
         """Free pages; those that the cache evicts first, where there are too few."""

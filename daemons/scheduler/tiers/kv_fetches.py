@@ -2,9 +2,9 @@
 
 FETCHING --all workers have answered--> gone: what came is in the host cache, its requests are back in the queue
 
-A fetch takes host pages as a save does, and locks what it continues on the host. Nobody knows what the store has: each
-request asks once, for all that the host lacks, and computes the rest. One that waits too long is admitted as any other;
-the pages are the fetch's until the answer. Nothing of a fetch outlives the epoch.
+A fetch takes host pages as a save does, and locks what it continues on the host. Nobody knows for sure what the store
+has: each request asks once, for all that the host lacks, and computes the rest. One that waits too long is admitted as
+any other; the pages are the fetch's until the answer. Nothing of a fetch outlives the epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, Probe
 from radixmesh.daemons.scheduler.cache.radix_tree import num_equal
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.timing.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.tiers.wait_cost import WaitCost
 
 MAX_FETCHES = 8
 """Under way at a time on a data-parallel rank: a worker refuses more than twice as many."""
@@ -42,20 +44,27 @@ class KvFetch:
 class KvFetches:
     """Of one planner. min_tokens: fewer are computed; timeout_s: a request that waits longer computes its prompt.
 
-    num_fetched, num_tokens: pages that came, and their tokens. num_filled, num_empty: fetches that brought some,
-    and none; wait_s: seconds that they took together. num_late: requests that waited too long.
+    estimate: of steps, against which fetches are measured. num_fetched, num_tokens: pages that came, and their tokens.
+    num_filled, num_empty: fetches that brought some, and none; wait_s: seconds that they took together. num_late:
+    requests that waited too long.
     """
 
-    def __init__(self, queue: WaitingQueue, *, min_tokens: int, timeout_s: float) -> None:
+    def __init__(self, queue: WaitingQueue, *, min_tokens: int, timeout_s: float, estimate: StepEstimate) -> None:
         self._queue = queue
         self._min_tokens, self._timeout_s = min_tokens, timeout_s
         self._fetches: list[KvFetch] = []
         self._wanted: list[KvFetch] = []
         self._asked: set[Sequence] = set()
-        self._begun: list[float] = []
+        self._begun: list[tuple[float, int]] = []
+        self._cost = WaitCost(estimate)
         self._now = 0.0
         self.num_fetched = self.num_tokens = self.num_filled = self.num_empty = self.num_late = 0
         self.wait_s = 0.0
+
+    def store_cost(self, load_cost: float) -> float:
+        """Time that a request waits for a token from the store, as a share of the time to compute one; measured, at
+        most 1. load_cost: of one from host memory, where it comes first."""
+        return min(1.0, self._cost.share + load_cost)
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -115,8 +124,9 @@ class KvFetches:
         self._park(fetch, sequence)
         return True
 
-    def fetched(self, state: EpochState, fetch: KvFetch, num_pages: int) -> None:
-        """All workers have the first pages of a fetch; none, if anything went wrong."""
+    def fetched(self, state: EpochState, fetch: KvFetch, num_pages: int, *, is_answer: bool = True) -> None:
+        """All workers have the first pages of a fetch. is_answer: they lack the next one; False: something went wrong,
+        and says nothing of what they have."""
         if fetch not in self._fetches:
             return  # Of an epoch before.
         self._fetches.remove(fetch)
@@ -126,8 +136,11 @@ class KvFetches:
         self.num_tokens += num_pages * state.group.page_size
         self.num_filled += num_pages > 0
         self.num_empty += not num_pages
-        self._begun.append(fetch.begun_s)
-        self._note_missing(fetch, len(fetch.held.pages) + num_pages, state.group.page_size)
+        self._begun.append((fetch.begun_s, num_pages * state.group.page_size))
+        num_there = len(fetch.held.pages) + num_pages
+        if host.stored is not None and is_answer and num_there * state.group.page_size < len(fetch.ids):
+            host.stored.forget(fetch.namespace, fetch.ids, num_there)
+        self._note_missing(fetch, num_there, state.group.page_size)
         host.end_fetch(fetch.held, fetch.namespace, fetch.ids, fetch.pages, num_pages)
         self._unpark(fetch)
 
@@ -144,7 +157,10 @@ class KvFetches:
         """Ends waits that take too long. Call before each plan."""
         self._now = now
         # The plan that follows on their answers: what tells of those has no clock.
-        self.wait_s += sum(now - begun_s for begun_s in self._begun)
+        for begun_s, num_tokens in self._begun:
+            self.wait_s += now - begun_s
+            if num_tokens:
+                self._cost.observe(now - begun_s, num_tokens)
         self._begun.clear()
         if self._asked:
             self._asked = {s for s in self._asked if s.lifecycle is Lifecycle.WAITING}

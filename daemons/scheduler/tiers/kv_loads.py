@@ -26,6 +26,7 @@ from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.timing.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.tiers.wait_cost import WaitCost
 
 MAX_TURNS = 32
 """Requests that are parked for loads in one plan: each costs looking into two trees."""
@@ -37,10 +38,6 @@ one."""
 _OVERTAKING_S = 20e-6
 """A load is overtaken by one that is begun so much later, for each token that it has more: a few times what a bus takes
 for a token."""
-# Time of a loaded token as a share of a computed one before any was loaded, and the weight of the latest load.
-_FIRST_COST, _WEIGHT = 0.25, 0.2
-# A step of so many tokens is a prefill, whose time goes by its tokens.
-_PREFILL_TOKENS = 1024
 
 
 class LoadTurn(Enum):
@@ -90,8 +87,7 @@ class KvLoads:
         self, queue: WaitingQueue, *, timeout_s: float, estimate: StepEstimate, window_tokens: int = 32768
     ) -> None:
         """Arguments as of TierSettings."""
-        self._estimate, self._window_tokens = estimate, window_tokens
-        self._us_per_token = 0.0
+        self._cost, self._window_tokens = WaitCost(estimate), window_tokens
         self._queue = queue
         self._timeout_s = timeout_s
         self._loads: list[KvLoad] = []
@@ -111,10 +107,7 @@ class KvLoads:
     @property
     def cost(self) -> float:
         """Time that a request waits for a loaded token, as a share of the time to compute one; measured, at most 1."""
-        compute_us = self._estimate.expect_us(_PREFILL_TOKENS) / _PREFILL_TOKENS
-        if not self._us_per_token or not compute_us:
-            return _FIRST_COST
-        return min(1.0, self._us_per_token / compute_us)
+        return self._cost.share
 
     def num_parked(self) -> Counter[int]:
         """Requests that wait for loads which are under way, by data-parallel rank."""
@@ -215,9 +208,7 @@ class KvLoads:
         # The plan that follows on their results: what tells of results has no clock.
         for begun_s, num_tokens in self._begun:
             self.wait_s += now - begun_s
-            latest_us = (now - begun_s) * 1e6 / num_tokens
-            weight = _WEIGHT if self._us_per_token else 1.0
-            self._us_per_token += weight * (latest_us - self._us_per_token)
+            self._cost.observe(now - begun_s, num_tokens)
         self._begun.clear()
         self._turns_left = MAX_TURNS
         if self._impatient:

@@ -55,6 +55,7 @@ def add_host_memory(settings: WorkerSettings, runner: ModelRunner, page_format: 
 
 def add_store(settings: WorkerSettings, executor: StepExecutor, page_format: PageFormat, metrics: Metrics) -> None:
     """Has the executor's host tier keep pages in the settings' store. Raises KvStoreError or UNSUPPORTED."""
+    from radixmesh.daemons.worker.kv_store.identity import store_id
     from radixmesh.daemons.worker.kv_store.opening import open_backend
     from radixmesh.daemons.worker.kv_store.store import KvStore
     from radixmesh.daemons.worker.plans.tiers.store_tier import StoreTier
@@ -66,7 +67,8 @@ def add_store(settings: WorkerSettings, executor: StepExecutor, page_format: Pag
     puts = not (executor.runner.kv_is_whole and backend.is_shared and layout.tp_rank)
     store = KvStore(backend)
     try:
-        host.store = StoreTier(store, page_format, host.pool, host.records, metrics, puts=puts)
+        name = store_id(settings.kv_store, backend, page_format)
+        host.store = StoreTier(store, page_format, host.pool, host.records, metrics, puts=puts, store_id=name)
     except MeshError:
         store.close()
         raise

@@ -84,10 +84,12 @@ class KvBackend(ABC):
     """All calls block and may come from several threads at once. Every call raises KvStoreError UNAVAILABLE where the
     medium fails; memory of a read that was not READ holds anything.
 
-    is_shared: what one process writes others read.
+    is_shared: what one process writes others read. medium_id: that the medium keeps with itself, by which processes
+    know that they share it; empty: its URL tells.
     """
 
     is_shared: bool = False
+    medium_id: str = ""
 
     @abstractmethod
     def write(self, pages: Sequence[StoredPage]) -> int:

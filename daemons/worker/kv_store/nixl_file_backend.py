@@ -58,6 +58,7 @@ class NixlFileBackend(KvBackend):
         except OSError as error:
             message = f"{folder} cannot be used ({error}): give a folder that this process may write to"
             raise KvStoreError(StoreFailure.UNAVAILABLE, message) from error
+        self.medium_id = self._folder.medium_id
         self._written = 0
 
     def write(self, pages: Sequence[StoredPage]) -> int:

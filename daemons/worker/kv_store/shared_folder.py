@@ -1,5 +1,6 @@
 """A folder of record files that processes share, on one host or over a shared file system, and its budget in bytes.
 
+  FOLDER/id                  random, of the first process: two hosts may have folders of one name
   FOLDER/ledger              bytes and files of the folder, behind a flock that is held while room is made
   FOLDER/new/NAME.BYTES      a record that is being written, and the size that it will have
   FOLDER/ab/abcdef....page   a record, by its key; it comes here by a rename, so it is whole
@@ -89,6 +90,8 @@ class SharedFolder:
             (folder / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
         with self._locked() as fd:
             self._count(fd, self._recount())
+            self.medium_id = self._own_id()
+            """Equal in all processes that have this folder; empty: it cannot be kept."""
 
     @property
     def max_record_bytes(self) -> int:
@@ -186,6 +189,19 @@ class SharedFolder:
             return KvStoreError(StoreFailure.FULL, message)
         message = f"{self._folder} cannot be used ({error}): look after its file system"
         return KvStoreError(StoreFailure.UNAVAILABLE, message)
+
+    def _own_id(self) -> str:
+        """Within the lock, whose holder makes it."""
+        path = self._folder / "id"
+        with suppress(OSError):
+            if not path.exists():
+                # Beside `new`, whose files are counted by their names.
+                beside = path.with_suffix(".tmp")
+                beside.write_text(secrets.token_hex(16))
+                beside.rename(path)
+            with open(path, "rb") as file:
+                return file.read(32).hex()
+        return ""
 
     def _new_file(self, key: bytes, num_bytes: int) -> NewFile:
         path = self._new / f"{secrets.token_hex(16)}.{num_bytes}"

@@ -62,7 +62,9 @@ def add_model(capabilities: worker_pb2.Capabilities, executor: StepExecutor, wei
     capabilities.page_size = limits.page_size
     capabilities.num_pages = limits.num_pages
     capabilities.num_slots = limits.num_slots
-    capabilities.has_kv_store = executor.host is not None and executor.host.store is not None
+    if executor.host is not None and executor.host.store is not None:
+        capabilities.has_kv_store = True
+        capabilities.kv_store_id = executor.host.store.store_id
     capabilities.num_host_pages = 0 if executor.host is None else executor.host.pool.num_pages
     capabilities.max_tokens_per_step = limits.max_tokens_per_step
     capabilities.max_tokens_per_row = limits.max_tokens_per_row

@@ -111,8 +111,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             waiting_tokens=load.waiting_tokens,
             free_tokens=free_pages * page_size,
             cached_tokens=load.cached_pages * page_size,
-            # A peer may send any number, or none.
-            host_load_cost=load.host_load_cost if 0.0 <= load.host_load_cost <= 1.0 else 1.0,
+            host_load_cost=_share_of(load.host_load_cost),
+            store_load_cost=_share_of(load.store_load_cost),
             token_us=load.token_us if 0 < load.token_us < math.inf else 0.0,
         )
 
@@ -431,6 +431,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             error=error,
         )
         self._events.on_finished(output, self, ending)
+
+
+def _share_of(cost: float) -> float:
+    """A peer may send any number, or none."""
+    return cost if 0.0 <= cost <= 1.0 else 1.0
 
 
 def _state_of(load: scheduler_pb2.Load) -> tuple[int, bool, bool]:

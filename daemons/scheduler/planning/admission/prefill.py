@@ -27,13 +27,15 @@ from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
 
 # Upper bound of sequences that wait for a prefix at a time: more could not all run next anyway.
 _MAX_WAITING = 256
+# Plans in a row in which the oldest prefill of several chunks leaves its tokens to prefixes that more wait for.
+_MOST_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
-    """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots, max_running_of_rank:
-    in those of one data-parallel rank. ahead_pages: granted beyond the prompt when its prefill finishes.
-    inflight_prefix_min_tokens: see InflightPrefixes. align_steps: see PrefillAlignment."""
+    """chunk_tokens: of each request in one step, see Prefill._continue(). max_running: most requests in slots,
+    max_running_of_rank: in those of one data-parallel rank. ahead_pages: granted beyond the prompt when its prefill
+    finishes. inflight_prefix_min_tokens: see InflightPrefixes. align_steps: see PrefillAlignment."""
 
     chunk_tokens: int
     max_running: int
@@ -76,6 +78,8 @@ class Prefill:
             max_waiting=min(_MAX_WAITING, limits.max_running),
         )
         self._alignment = PrefillAlignment(limits.align_steps, limits.max_running_of_rank)
+        self._passed_over: dict[Sequence, int] = {}
+        """By how many plans in a row, of the oldest prefill of each rank."""
         self._num_reserved: dict[int, int] = {}
         """Pages that running requests of a rank are expected to ask for, where counted in this plan."""
         self._loads: RankLoads | None = None
@@ -97,17 +101,53 @@ class Prefill:
         if only is None and may_admit and self._alignment.holds(state, len(self._queue)):
             self._counters.num_held_plans += 1
             return
-        blocked: set[int] = set()
-        for sequence in state.prefilling:
-            rank = state.table.rank_of(sequence.slot)
-            if draft.token_budgets[rank] > 0 and not self._add_chunk(state, draft, sequence, rank):
-                blocked.add(rank)
-        for rank in blocked:
-            # Nobody enters where a prefill waits for pages.
-            draft.token_budgets[rank] = 0
+        self._continue(state, draft)
         self._admit_waiting(state, draft, may_admit, only)
         if only is None and not draft.has_retracted:
             self._extend_leaders(state, draft)
+
+    def _continue(self, state: EpochState, draft: PlanDraft) -> None:
+        """Adds the next chunks of requests in slots: as many tokens together as a chunk for each of them.
+
+        Those that end with their chunk get it. What the others may have together goes to the one that most wait for,
+        of equals to the oldest: side by side all of them would end when the last one does, for steps that take as long.
+        Nobody starves: one that is admitted takes no token that those in slots could have, and the oldest is passed
+        over _MOST_PASSES times in a row.
+        """
+        table, most = state.table, self._limits.chunk_tokens
+        left: dict[Sequence, int] = {}
+        oldest: dict[int, Sequence] = {}
+        shares = [0] * len(draft.token_budgets)
+        for sequence in state.prefilling:
+            rank = table.rank_of(sequence.slot)
+            left[sequence] = table.target_len.item(sequence.slot) - table.planned_len.item(sequence.slot)
+            shares[rank] += min(left[sequence], most)
+            if left[sequence] > most:
+                oldest.setdefault(rank, sequence)
+
+        def turn(sequence: Sequence) -> tuple[bool, bool, int]:
+            if left[sequence] <= most:
+                return False, False, 0
+            is_due = self._passed_over.get(sequence, 0) >= _MOST_PASSES
+            return True, not is_due, -self._inflight_prefixes.num_followers(sequence)
+
+        blocked: set[int] = set()
+        for sequence in sorted(state.prefilling, key=turn):
+            rank = table.rank_of(sequence.slot)
+            before = draft.token_budgets[rank]
+            if min(before, shares[rank]) <= 0:
+                continue
+            if not self._add_chunk(state, draft, sequence, rank, most=shares[rank]):
+                blocked.add(rank)
+            shares[rank] -= before - draft.token_budgets[rank]
+        self._passed_over = {
+            sequence: self._passed_over.get(sequence, 0) + 1
+            for sequence in oldest.values()
+            if not draft.has_chunk(sequence.slot)
+        }
+        for rank in blocked:
+            # Nobody enters where a prefill waits for pages.
+            draft.token_budgets[rank] = 0
 
     def _admit_waiting(self, state: EpochState, draft: PlanDraft, may_admit: bool, only: Sequence | None) -> None:
         while may_admit and not draft.has_retracted and max(draft.token_budgets) > 0:
@@ -208,7 +248,8 @@ class Prefill:
             return self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
             num_parked = self._fetches.num_parked() + self._loads_from_host.num_parked()
-            self._loads = RankLoads(state, num_parked, self._loads_from_host.cost)
+            load_cost = self._loads_from_host.cost
+            self._loads = RankLoads(state, num_parked, load_cost, self._fetches.store_cost(load_cost))
         # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
         ranks = rank_order(state, draft, self._loads, sequence, limits.max_running_of_rank)
         if not ranks:

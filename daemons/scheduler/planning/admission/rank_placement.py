@@ -53,11 +53,14 @@ class RankLoads:
     """Loads of all ranks at the beginning of a plan, columns int64 [ranks], brought up to date by its admissions.
 
     num_parked: sequences that wait for KV which comes to a rank's memory. They will run there, but have no slot yet.
-    load_cost: time of a token that is loaded from the host, as a share of a computed one's.
+    load_cost, store_cost: time of a token that is loaded from the host, or comes from the store, as a share of a
+    computed one's.
     """
 
-    def __init__(self, state: EpochState, num_parked: Mapping[int, int], load_cost: float) -> None:
-        self.load_cost = load_cost
+    def __init__(
+        self, state: EpochState, num_parked: Mapping[int, int], load_cost: float = 0.0, store_cost: float = 0.0
+    ) -> None:
+        self.load_cost, self.store_cost = load_cost, store_cost
         table = state.table
         to_prefill = np.maximum(table.target_len - table.planned_len, 0) * (table.live > 0)
         self.queued_tokens = to_prefill.reshape(table.num_ranks, -1).sum(axis=1, dtype=np.int64)
@@ -83,17 +86,18 @@ def rank_order(
     if not len(open_ranks):
         return ()
     num_tokens = sequence.total_len
-    matched, loaded = np.zeros((2, state.table.num_ranks), np.int64)
+    matched, load_tokens = np.zeros(state.table.num_ranks, np.int64), np.zeros(state.table.num_ranks)
     chosen = open_ranks
     if len(open_ranks) > _MOST_PROBED:
-        costs = _costs(num_tokens, loads, matched, loaded)[open_ranks]
+        costs = _costs(num_tokens, loads, matched, load_tokens)[open_ranks]
         cheap = open_ranks[np.argpartition(costs, _NUM_CHEAP)[:_NUM_CHEAP]]
         likely = [rank for rank in state.recent.ranks_of(sequence) if has_room[rank]]
         chosen = np.unique(np.concatenate([cheap, np.array(likely, np.int64)]))
     for rank in chosen.tolist():
-        on_device, found = state.ranks[rank].found(sequence)
-        matched[rank], loaded[rank] = found * state.group.page_size, (found - on_device) * state.group.page_size
-    costs = _costs(num_tokens, loads, matched, loaded)[chosen]
+        on_device, nearer, found = state.ranks[rank].found(sequence)
+        waits = loads.load_cost * (nearer - on_device) + loads.store_cost * (found - nearer)
+        matched[rank], load_tokens[rank] = found * state.group.page_size, waits * state.group.page_size
+    costs = _costs(num_tokens, loads, matched, load_tokens)[chosen]
     order: list[int] = chosen[np.argsort(costs, kind="stable")].tolist()
     return order
 
@@ -103,7 +107,7 @@ def likely_rank(state: EpochState, sequence: Sequence) -> int:
     of those the one with the fewest outputs. At most eight are looked at."""
     running = state.table.running_by_rank()
     ranks = state.recent.ranks_of(sequence) or (int(running.argmin()),)
-    return max(ranks, key=lambda rank: (state.ranks[rank].found(sequence)[1], -int(running[rank])))
+    return max(ranks, key=lambda rank: (state.ranks[rank].found(sequence)[2], -int(running[rank])))
 
 
 def arrival_ranks(
@@ -111,21 +115,21 @@ def arrival_ranks(
 ) -> list[int]:
     """Ranks for KV that comes from elsewhere, and for the request behind it, the cheapest first. matched_tokens: cached
     on each. num_arriving: transfers that have a place on a rank already."""
-    loads = RankLoads(state, num_arriving, 0.0)
+    loads = RankLoads(state, num_arriving)
     matched = np.array(matched_tokens, np.int64)
-    costs = _costs(num_tokens, loads, matched, np.zeros_like(matched))
+    costs = _costs(num_tokens, loads, matched, np.zeros(len(matched)))
     order: list[int] = np.argsort(costs, kind="stable").tolist()
     return order
 
 
-def _costs(num_tokens: int, loads: RankLoads, matched: IntColumn, loaded: IntColumn) -> FloatColumn:
+def _costs(num_tokens: int, loads: RankLoads, matched: IntColumn, load_tokens: FloatColumn) -> FloatColumn:
     return placement_costs(
         num_tokens,
         matched_tokens=matched,
         queued_tokens=loads.queued_tokens,
         free_tokens=loads.free_tokens,
         num_outputs=loads.num_outputs + loads.num_parked,
-        load_tokens=(loads.load_cost * loaded).astype(np.float64),
+        load_tokens=load_tokens,
     )
 
 

@@ -83,8 +83,8 @@ class RunJob(Protocol):
 class StoreTier:
     """Of one executor. saved(), reset() and the jobs of fetch() run on the step thread, fetch() on the event loop.
 
-    records: of host pages. page_format: of their KV. puts: False: another rank stores the same pages. num_stored,
-    num_fetched: pages.
+    records: of host pages. page_format: of their KV. puts: False: another rank stores the same pages. store_id: as
+    `Capabilities.kv_store_id`. num_stored, num_fetched: pages.
     """
 
     def __init__(
@@ -96,12 +96,13 @@ class StoreTier:
         metrics: Metrics | None = None,
         *,
         puts: bool = True,
+        store_id: str = "",
     ) -> None:
         memory = pool.memory
         if memory is None:
             message = "--kv-store: this backend's host memory cannot be read by threads: leave it out"
             raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "kv_store"})
-        self.store = store
+        self.store, self.store_id = store, store_id
         self._format, self._pool, self._memory, self._records = page_format, pool, memory, records
         self._keys: dict[int, tuple[int, bytes]] = {}
         """Host page to (generation, key)."""

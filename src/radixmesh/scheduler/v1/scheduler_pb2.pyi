@@ -33,6 +33,7 @@ class CacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CACHE_TIER_UNSPECIFIED: _ClassVar[CacheTier]
     CACHE_TIER_HOST: _ClassVar[CacheTier]
+    CACHE_TIER_STORE: _ClassVar[CacheTier]
 SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole
 SCHEDULER_ROLE_PREFILL: SchedulerRole
 SCHEDULER_ROLE_DECODE: SchedulerRole
@@ -47,6 +48,7 @@ GROUP_STATE_SERVING: GroupState
 GROUP_STATE_STANDBY: GroupState
 CACHE_TIER_UNSPECIFIED: CacheTier
 CACHE_TIER_HOST: CacheTier
+CACHE_TIER_STORE: CacheTier
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "stops", "aborts", "reservations")
@@ -301,7 +303,7 @@ class AbortResult(_message.Message):
     def __init__(self, abort_id: _Optional[int] = ..., outcome: _Optional[_Union[AbortOutcome, str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving", "role", "host_load_cost", "token_us")
+    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks", "is_leaving", "role", "host_load_cost", "token_us", "store_load_cost")
     SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +321,7 @@ class Load(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     HOST_LOAD_COST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_US_FIELD_NUMBER: _ClassVar[int]
+    STORE_LOAD_COST_FIELD_NUMBER: _ClassVar[int]
     submit_sequence: int
     num_running: int
     num_waiting: int
@@ -336,7 +339,8 @@ class Load(_message.Message):
     role: SchedulerRole
     host_load_cost: float
     token_us: float
-    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., host_load_cost: _Optional[float] = ..., token_us: _Optional[float] = ...) -> None: ...
+    store_load_cost: float
+    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., is_leaving: bool = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., host_load_cost: _Optional[float] = ..., token_us: _Optional[float] = ..., store_load_cost: _Optional[float] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("dp_rank", "num_running", "free_pages", "cached_pages")
@@ -351,13 +355,15 @@ class RankLoad(_message.Message):
     def __init__(self, dp_rank: _Optional[int] = ..., num_running: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ...) -> None: ...
 
 class WatchCacheRequest(_message.Message):
-    __slots__ = ("after_revision",)
+    __slots__ = ("after_revision", "takes_store_tier")
     AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_STORE_TIER_FIELD_NUMBER: _ClassVar[int]
     after_revision: int
-    def __init__(self, after_revision: _Optional[int] = ...) -> None: ...
+    takes_store_tier: bool
+    def __init__(self, after_revision: _Optional[int] = ..., takes_store_tier: bool = ...) -> None: ...
 
 class WatchCacheResponse(_message.Message):
-    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot", "is_reset", "splits", "trims", "weights_digest")
+    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot", "is_reset", "splits", "trims", "weights_digest", "store_id")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     INSERTS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_NODES_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +372,7 @@ class WatchCacheResponse(_message.Message):
     SPLITS_FIELD_NUMBER: _ClassVar[int]
     TRIMS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     revision: int
     inserts: _containers.RepeatedCompositeFieldContainer[CacheInsert]
     evicted_nodes: bytes
@@ -374,7 +381,8 @@ class WatchCacheResponse(_message.Message):
     splits: _containers.RepeatedCompositeFieldContainer[CacheSplit]
     trims: _containers.RepeatedCompositeFieldContainer[CacheTrim]
     weights_digest: str
-    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
+    store_id: str
+    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ..., store_id: _Optional[str] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
     __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank", "tier")

@@ -187,7 +187,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts", "transfer_kv", "num_host_pages", "has_kv_store", "sends_behind_steps")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches", "experts", "transfer_kv", "num_host_pages", "has_kv_store", "sends_behind_steps", "kv_store_id")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,7 @@ class Capabilities(_message.Message):
     NUM_HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
     HAS_KV_STORE_FIELD_NUMBER: _ClassVar[int]
     SENDS_BEHIND_STEPS_FIELD_NUMBER: _ClassVar[int]
+    KV_STORE_ID_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -244,7 +245,8 @@ class Capabilities(_message.Message):
     num_host_pages: int
     has_kv_store: bool
     sends_behind_steps: bool
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ..., transfer_kv: _Optional[_Union[KvFormat, _Mapping]] = ..., num_host_pages: _Optional[int] = ..., has_kv_store: bool = ..., sends_behind_steps: bool = ...) -> None: ...
+    kv_store_id: str
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ..., experts: _Optional[_Union[SharedExperts, _Mapping]] = ..., transfer_kv: _Optional[_Union[KvFormat, _Mapping]] = ..., num_host_pages: _Optional[int] = ..., has_kv_store: bool = ..., sends_behind_steps: bool = ..., kv_store_id: _Optional[str] = ...) -> None: ...
 
 class SharedExperts(_message.Message):
     __slots__ = ("num_layers", "num_experts", "places_per_rank", "expert_bytes", "placement")
