@@ -15,7 +15,8 @@
 chunked prefill behind the router. Every load runs through each layout.
 
 Loads: `hand-over`: one prompt of --handover-prompt tokens at a time; beyond_ms is the time through a pair beyond that
-of one replica, to the first, second and third token; trace: when the last transfers came to which point, ms.
+of one replica, to the first, second and third token; trace: when the last transfers came to which point, ms. With
+--handover-beside N others decode all the time: give them more --decode-out than comes in --seconds.
 `prompts`: --streams outputs of --decode-out tokens, one after the other, and prompts of --prompt tokens at a pace of
 each of --rates a second, with --out tokens of output, for --seconds. good_s: requests a second whose first token came
 within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `streams`: --requests outputs of --out
@@ -153,8 +154,9 @@ async def measure(args: argparse.Namespace, kept: Kept) -> None:
                     async with asyncio.timeout(args.timeout_s):
                         for load in args.loads:
                             row = layouts[layout][load] = await _LOADS[load](mesh, args, layout)
+                            answers = row.pop("answers", [])
                             if load == "hand-over" and layout == "pairs":
-                                row["trace"] = _traced(mesh, args)
+                                row["trace"] = _traced(mesh, args, answers)
                             kept.note(beyond_ms=_beyond(layouts), bugs_logged=list(mesh.bugs))
                             print(json.dumps({layout: {load: layouts[layout][load]}}), file=sys.stderr, flush=True)
                     layouts[layout]["transfers"] = await _transfers(mesh, args)
@@ -211,14 +213,22 @@ def _kv_figures(found: dict[str, float]) -> dict[str, float]:
 
 
 async def _hand_over(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:
-    """Prompts one at a time, with nothing else there."""
-    clients = _clients(mesh, args, layout, streams=1, prompt=args.handover_prompt, out=16, most=args.handovers + 3)
-    answers = (await pd_clients.run([clients]))[0][3:]
+    """Prompts one at a time, with nothing else there, or beside outputs that run all the time."""
+    num, warm_s = args.handover_beside, args.warm_s if args.handover_beside else 0.0
+    sizes = {"prompt": args.handover_prompt, "out": 16, "most": args.handovers + 3}
+    clients = [_clients(mesh, args, layout, streams=1, after_s=warm_s, **sizes)]
+    if num:
+        clients.append(_clients(mesh, args, layout, streams=num, prompt=args.decode_prompt, out=args.decode_out))
+    answers = (await pd_clients.run(clients))[0][3:]
+    if num:
+        answers = [answer for answer in answers if answer.times[-1] < clients[1].stop]
     times = np.array([[*answer.times[:3], *[np.nan] * (3 - len(answer.times))] for answer in answers])
     times = (times - np.array([answer.asked for answer in answers])[:, None]) * 1e3
     return {
         "prompt": args.handover_prompt,
+        "beside": num,
         "requests": len(answers),
+        "answers": answers,
         **{f"token_{n + 1}_ms": _quantiles(times[:, n] / 1e3, (0, 50, 90)) for n in range(3)},
     }
 
@@ -268,8 +278,9 @@ async def _streams(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[st
     }
 
 
-def _traced(mesh: Mesh, args: argparse.Namespace) -> list[list[str]]:
-    """Points that the last transfers came to: milliseconds since the first one, process, event and its fields."""
+def _traced(mesh: Mesh, args: argparse.Namespace, answers: list[Answer]) -> list[list[str]]:
+    """Points that the last transfers came to: milliseconds since the first one, process, event and its fields. answers:
+    of clients that asked one after the other; tokens are in the trace of the transfer that was under way."""
     by_transfer: dict[str, list[tuple[datetime, str]]] = {}
     for name in (*names(args, "worker"), *names(args, "scheduler")):
         for line in mesh.cluster.recent_lines(name):
@@ -279,8 +290,13 @@ def _traced(mesh: Mesh, args: argparse.Namespace) -> list[list[str]]:
                 text = f"{name} {told['event']} {fields or ''}".strip()
                 by_transfer.setdefault(told["transfer"], []).append((datetime.fromisoformat(told["ts"]), text))
     rows = []
+    offset_s = time.time() - time.monotonic()
     for points in list(by_transfer.values())[-3:]:
         first = min(points)[0]
+        for answer in answers:
+            if answer.asked + offset_s <= first.timestamp() <= answer.times[-1] + offset_s:
+                ats = [datetime.fromtimestamp(at + offset_s, first.tzinfo) for at in answer.times[:3]]
+                points += [(at, f"client token_{index}") for index, at in enumerate(ats, 1)]
         rows.append([f"{(at - first).total_seconds() * 1e3:.2f} {text}" for at, text in sorted(points)])
     return rows
 
@@ -367,6 +383,7 @@ def main() -> None:
     parser.add_argument("--warm-s", type=float, default=2.0, help="of streams alone, before each pace")
     parser.add_argument("--handover-prompt", type=int, default=4096)
     parser.add_argument("--handovers", type=int, default=12)
+    parser.add_argument("--handover-beside", type=int, default=0, help="outputs that run meanwhile, for --seconds")
     parser.add_argument("--num-slots", type=int, default=128)
     parser.add_argument("--worker", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all workers")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all schedulers")

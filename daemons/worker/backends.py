@@ -360,6 +360,7 @@ def _grammars(folder: Path, backend: str) -> GrammarStore | None:
 
 def _load_simulated(settings: WorkerSettings) -> LoadedModel:
     from radixmesh.daemons.worker.simulated.clock import make_clock
+    from radixmesh.daemons.worker.simulated.device import DeviceClock, DeviceRunner
     from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
     from radixmesh.daemons.worker.simulated.token_source import Alphabet
     from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
@@ -368,7 +369,17 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
     max_total_len = settings.max_total_len or model.max_total_len or _SIMULATED_MAX_TOTAL_LEN
     most = settings.simulated_max_tokens_per_row
     uneven = partial(UnevenRunner, max_tokens_per_row=most, row_seed=settings.simulated_row_seed)
-    create = uneven if most > 1 else SimulatedRunner
+    arguments: dict[str, object] = {"clock": make_clock(settings.simulated_time)}
+    create: Callable[..., SimulatedRunner] = uneven if most > 1 else SimulatedRunner
+    if settings.simulated_device:
+        create, arguments = (
+            DeviceRunner,
+            {
+                "clock": DeviceClock(),
+                "num_slots": settings.num_slots,
+                "copied_token_us": settings.simulated_copied_token_us,
+            },
+        )
     runner = create(
         page_size=settings.page_size,
         num_pages=settings.num_pages or max(1, _SIMULATED_TOKENS // settings.page_size),
@@ -381,7 +392,7 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
             eos_rate=settings.simulated_eos_rate,
         ),
         latency=settings.latency,
-        clock=make_clock(settings.simulated_time),
+        **arguments,
     )
     # Its tokens are its own: no other worker may continue what it began, whatever folder that one serves.
     options = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"

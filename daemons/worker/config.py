@@ -114,6 +114,10 @@ class WorkerSettings(CommonSettings):
     simulated_prefill_token_us: float = setting(9.0, "microseconds an uncached prefill token adds")
     simulated_prefill_context_us: float = setting(0.0005, "microseconds a pair of prefill token and context token adds")
     simulated_loaded_token_us: float = setting(2.3, "microseconds a token of KV takes from the host to the device")
+    simulated_device: bool = setting(False, "steps and copies of KV run beside the host, as on a GPU, and KV goes from "
+        "one such worker of a host to another without it")  # fmt: skip
+    simulated_copied_token_us: float = setting(0.2, "microseconds a token of KV takes from or to a region of staging, "
+        "with --simulated-device")  # fmt: skip
     simulated_vocab_size: int = setting(32_000, "ids, where no model folder is given")
     simulated_eos_ids: tuple[str, ...] = setting((), "ids that end an output, where no model folder is given")
     simulated_eos_rate: float = setting(0.0, "probability that a token is an EOS")
@@ -184,6 +188,12 @@ class WorkerSettings(CommonSettings):
                 f"{_flag('simulated_max_tokens_per_row')} must be in [1, {MAX_TOKENS_PER_ROW}],"
                 f" not {self.simulated_max_tokens_per_row}"
             )
+        if self.simulated_device and (
+            self.simulated_time is not ClockKind.REAL or self.simulated_max_tokens_per_row > 1 or self.host_kv_bytes
+        ):
+            raise ValueError(f"{_flag('simulated_device')} takes real time and a token a row, and has no host memory")
+        if self.simulated_copied_token_us < 0:
+            raise ValueError(f"{_flag('simulated_copied_token_us')} must be >= 0, not {self.simulated_copied_token_us}")
         if self.simulated_vocab_size < 1:
             raise ValueError(f"{_flag('simulated_vocab_size')} must be >= 1, not {self.simulated_vocab_size}")
         if not all(text.strip().isdigit() for text in self.simulated_eos_ids):

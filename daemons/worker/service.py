@@ -125,9 +125,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.CommitTransferRequest, context: object
     ) -> worker_pb2.CommitTransferResponse:
         check_peer_names(cache_namespace=request.cache_namespace)
-        failure = await self._core.transfers.commit(request)
-        state = worker_pb2.TRANSFER_STATE_FAILED if failure else worker_pb2.TRANSFER_STATE_VALIDATED
-        return worker_pb2.CommitTransferResponse(state=state, failure=int(failure))  # type: ignore[arg-type]
+        return await self._core.transfers.commit(request)
 
     async def FetchPages(self, request: worker_pb2.FetchPagesRequest, context: object) -> worker_pb2.FetchPagesResponse:
         check_peer_names(cache_namespace=request.cache_namespace)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.jobs import recitations
 from support.mesh import running_mesh
+from support.runner_contract import MODEL
 from support.wire import metrics_of
+
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.step_handle import DONE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -28,3 +36,28 @@ async def test_the_tiny_model_recites(page_sizes: tuple[int, int]) -> None:
         assert received['radixmesh_kv_transfer_bytes_total{stage="scatter"}'] > 0
         assert any("kv_memory_mapped" in line for line in mesh.cluster.recent_lines("worker-prefill"))
         assert mesh.bugs == []
+
+
+@torch.inference_mode()
+def test_what_is_launched_behind_a_hold_sees_what_was_scattered() -> None:
+    """Work of a step would run at once, and read what was there before: the scatter waits for another one."""
+    settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
+    runner = load_cuda_runner(MODEL, settings)
+    device, plane = runner.kv_device, next(iter(runner.pool.planes.values()))
+    assert device is not None
+    sources, targets = (np.arange(first, first + 100, dtype=np.int32) for first in (0, 300))
+    with runner.device.in_order():
+        plane.normal_()
+        runner.device.record_event().wait()
+    num_bytes = 100 * runner.pool.token_bytes
+    piece = DevicePiece(device.allocate(num_bytes), num_bytes)
+    device.gather(sources, piece, None).event.wait()
+    expected = runner.read_kv(sources).tobytes()
+    runner.write_kv(targets, np.zeros(num_bytes, np.uint8))
+    device.scatter(targets, piece, None, DONE).event.wait()  # Compiles it.
+    runner.write_kv(targets, np.zeros(num_bytes, np.uint8))
+    runner.device.run_beside(lambda: torch.cuda._sleep(400_000_000), DONE, is_urgent=False)
+    copied = device.scatter(targets, piece, None, DONE)
+    assert not copied.event.is_done
+    device.hold(copied)
+    assert runner.read_kv(targets).tobytes() == expected

@@ -79,3 +79,16 @@ def test_what_is_granted_pages_that_are_read_waits_for_that_alone(monkeypatch: p
     monkeypatch.setattr(_Running, "is_done", True)
     device.overwritten(np.arange(20, dtype=np.int32))
     assert held == [ends[1]]
+
+
+def test_steps_wait_for_a_scatter_that_their_plan_has_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
+    runner = load_device_runner(MODEL, settings, HostDevice())
+    device, held, end = PoolDevice(runner.device, runner.pool, HostPeerMemory()), [], _Running()
+    monkeypatch.setattr(runner.device, "hold", held.append)
+    monkeypatch.setattr(runner.device, "run_beside", lambda work, after, is_urgent: (HostEvent(), end))
+    piece = DevicePiece(device.allocate(1 << 20), 10 * runner.pool.token_bytes)
+    copied = device.scatter(np.arange(10, dtype=np.int32), piece, None, HostEvent())
+    assert not held and copied.event is end
+    device.hold(copied)
+    assert held == [end]

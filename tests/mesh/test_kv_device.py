@@ -13,14 +13,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from mesh.test_kv_transfer import Pair, pages_of, pair, prefill
+from mesh.test_kv_transfer import NUM_OUT, PROMPT, Pair, pages_of, pair, prefill
 from mesh.test_kv_transports import PROCESS_S, given_to, until
 from mesh.test_late_writers import NUM_TOKENS, _ended, checksums
 from support.host_kv_device import HostKvDevice
 from support.kv_writers import needs_nixl, write_to_device
+from support.plans import admit, chunk, grant
+from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.arrays import as_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.worker.kv_transfer import transfers
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
@@ -254,6 +257,101 @@ async def test_stamps_of_another_region_are_seen_behind_the_scatter(
         assert answer.state == worker_pb2.TRANSFER_STATE_FAILED and answer.failure == Failure.STAMP
         assert not both.core(1).executor.records.filled[100 : 100 + NUM_TOKENS].any()
         await until(lambda: not both.core(1).transfers.staging.num_bytes)
+
+
+def _behind_the_kv(first_page: int = 100) -> dict[str, object]:
+    """A plan for a request whose prompt has come, but for the last token."""
+    pages, num = list(range(first_page, first_page + NUM_TOKENS)), len(PROMPT) - NUM_TOKENS
+    return {
+        "admits": (
+            admit(
+                0,
+                PROMPT,
+                cached_len=NUM_TOKENS,
+                cached_pages=as_ints(pages),
+                cached_page_generations=as_ints(ONES),
+                max_total_len=len(PROMPT) + NUM_OUT,
+            ),
+        ),
+        "grants": (grant(0, [200]),),
+        "chunks": (chunk(0, num),),
+    }
+
+
+async def _plan(both: Pair, **plan: object) -> None:
+    both.steps[1] += 1
+    await both.clients[1].plan(StepPlan(epoch=1, step_id=both.steps[1], **plan))  # type: ignore[arg-type]
+
+
+async def test_a_plan_may_name_pages_while_they_are_scattered_to() -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        token = await prefill(both, 0, 1)
+        await sent(both)
+        device_of(both, 1).lands.clear()
+        # Whoever does not know the answer waits for the end.
+        late = asyncio.ensure_future(_ended(both.commit(range(100, 100 + NUM_TOKENS))))
+        await until(lambda: device_of(both, 1).num_scattered == 1)
+        assert not late.done()
+        device_of(both, 1).lands.set()
+        await late
+        await sent(both, "u")
+        device_of(both, 1).lands.clear()
+        answer = await both.commit(range(150, 150 + NUM_TOKENS), transfer_id="u", takes_scattering=True)
+        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING
+        await _plan(both, **_behind_the_kv(150))
+        result = asyncio.ensure_future(both.clients[1].result())
+        await until(lambda: not both.core(1).executor.arriving.is_empty)
+        assert not result.done() and both.core(1).transfers.staging.num_bytes
+        device_of(both, 1).lands.set()
+        assert (await result).ids.tolist() == [token]
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+        assert both.core(1).transfers.num_received == 2 and both.core(1).executor.arriving.is_empty
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_what_turns_out_unsound_behind_its_answer_is_in_no_result(is_named: bool) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        device, executor, target = device_of(both, 1), both.core(1).executor, range(100, 100 + NUM_TOKENS)
+        piece = both.core(1).transfers.receiver.get("t").written
+        device.lands.clear()
+        answer = await both.commit(target, takes_scattering=True)
+        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING and executor.records.filled[list(target)].all()
+        if is_named:
+            await _plan(both, **_behind_the_kv())
+        device.write(piece.address, bytes([device.read(piece.address, 1)[0] ^ 1]))
+        device.lands.set()
+        if not is_named:
+            await until(lambda: executor.arriving.is_empty)
+            await _plan(both, **_behind_the_kv())
+        refusal = await both.clients[1].refusal()
+        assert refusal.error.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED and refusal.step_id == both.steps[1]
+        assert not executor.records.filled[list(target)].any(), "nobody adopts it"
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+        async with WorkerClient(both.workers[1].address, "again") as client:
+            await client.hold(2)
+            pages = list(range(len(PROMPT) + NUM_OUT))
+            plan = {"admits": (admit(0, PROMPT),), "grants": (grant(0, pages),), "chunks": (chunk(0, len(PROMPT)),)}
+            await client.plan(StepPlan(epoch=2, step_id=1, **plan))  # type: ignore[arg-type]
+            assert len((await client.result()).ids) == 1
+
+
+async def test_pages_that_are_granted_anew_while_they_are_scattered_to_wait_for_that() -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        token = await prefill(both, 0, 1)
+        await sent(both)
+        device, target = device_of(both, 1), range(100, 100 + NUM_TOKENS)
+        device.lands.clear()
+        await both.commit(target, takes_scattering=True)
+        pages = list(range(100, 100 + len(PROMPT)))
+        await _plan(both, admits=(admit(0, PROMPT),), grants=(grant(0, pages),), chunks=(chunk(0, len(PROMPT)),))
+        result = asyncio.ensure_future(both.clients[1].result())
+        await asyncio.sleep(0.05)
+        assert not result.done()
+        device.lands.set()
+        assert (await result).ids.tolist() == [token]
+        assert (both.core(1).executor.records.generations[list(target)] == 2).all()
 
 
 async def test_pages_that_another_epoch_has_granted_get_no_records() -> None:

@@ -97,6 +97,10 @@ async def pair(
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_base_us": 500.0}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
+    elif backend == "device":
+        # Copies take longer than calls: plans name pages that are scattered to.
+        values |= {"simulated_device": True, "simulated_copied_token_us": 200.0}
+        kind = TransferTransport.DEVICE
     elif backend == "cuda":
         values = {"backend": Backend.CUDA, "model": MODEL, "dtype": "float32"}
     values |= {"num_slots": 4, "max_total_len": max_total_len, "transfer_staging_bytes": 1 << 20}
@@ -136,7 +140,7 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (16, 1), (1, 16)])
-@pytest.mark.parametrize("backend", ["simulated", "cpu"])
+@pytest.mark.parametrize("backend", ["simulated", "cpu", "device"])
 async def test_the_output_is_one_groups(backend: str, sizes: tuple[int, int]) -> None:
     async with pair(backend, sizes) as both:
         assert [client.hello.role for client in both.clients] == [1, 2]
@@ -186,7 +190,7 @@ async def test_many_prompts_at_once_wait_for_room_and_none_is_computed_twice(sho
         first = scheduler_pb2.Reservation(transfer_id="first", is_cancelled=True)
         await client.write(scheduler_pb2.ServeRequest(reservations=[first]))
         await until(both.is_clean)
-        handles, most = [], 0
+        handles, firsts, most = [], [[] for _ in prompts], 0
         for number, prompt in enumerate(prompts):
             values = {"lease_ms": 30_000, "granule": 1, "prompt_ids": pack_ints(prompt)}
             reservation = scheduler_pb2.Reservation(transfer_id=f"t{number}", **values)
@@ -200,9 +204,13 @@ async def test_many_prompts_at_once_wait_for_room_and_none_is_computed_twice(sho
             most = max(most, len(transfers.receiver))
             result = client.reservations[f"t{number}"]
             if result.HasField("target"):
-                await both.prefill(result.target, prompt, request_id=f"p{number}")
+                first = await both.prefill(result.target, prompt, request_id=f"p{number}")
+                # As a router does it: the output goes on behind the first token, as a later attempt.
+                values = {"max_tokens": NUM_OUT, "transfer_id": f"t{number}", "request_id": f"r{number}"}
+                handles[number] = await client.submit(prompt, resumed=first.tokens, attempt=1, **values)
+                firsts[number] = first.tokens
         answers = await client.over(*handles, timeout_s=TIMEOUT_S)
-        assert [seen.tokens for seen in answers] == expected
+        assert [first + seen.tokens for first, seen in zip(firsts, answers, strict=True)] == expected
         if short_of == "time":
             assert (planner.arrivals.num_arrived, planner.arrivals.failures[ArrivalFailure.QUEUE]) == (3, 9)
         else:
@@ -488,6 +496,7 @@ PHASES = ("reserved", "prefilling", "writing", "committing", "decoding")
 KINDS = [
     TransferTransport.GRPC,
     TransferTransport.SHARED_MEMORY,
+    TransferTransport.DEVICE,
     pytest.param(TransferTransport.NIXL, marks=[needs_nixl, pytest.mark.full]),
 ]
 
@@ -496,7 +505,8 @@ KINDS = [
 @pytest.mark.parametrize("phase", PHASES)
 async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTransport) -> None:
     """As a router does it: the output is aborted at its decode side, its prefill and the reservation with it."""
-    async with pair(kind=kind, max_total_len=1024, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+    backend = "device" if kind is TransferTransport.DEVICE else "simulated"
+    async with pair(backend, kind=kind, max_total_len=1024, chunk_tokens=128, transfer_chunk_tokens=256) as both:
         prompt = LONG[:600:-1]  # No prefix of others.
         sending, receiving = (worker.daemon.core.transfers for worker in both.workers)
         is_there, goes_on = asyncio.Event(), asyncio.Event()

@@ -86,7 +86,7 @@ class Pair:
             )
         )
 
-    def commit(self, pages, *, transfer_id: str = "t", generation: int = 1, previous_page: int = -1, ids=None):
+    def commit(self, pages, *, transfer_id: str = "t", generation: int = 1, previous_page: int = -1, ids=None, **more):
         return self.stub.CommitTransfer(
             worker_pb2.CommitTransferRequest(
                 transfer_id=transfer_id,
@@ -97,6 +97,7 @@ class Pair:
                 generations=pack_ints([generation] * len(pages)),
                 previous_page=previous_page,
                 ids=pack_ints(PROMPT[:48] if ids is None else ids),
+                **more,
             )
         )
 

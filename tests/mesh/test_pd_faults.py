@@ -52,10 +52,13 @@ class Cell(NamedTuple):
 
 
 @asynccontextmanager
-async def held_mesh(transport: str, **of_worker: object) -> AsyncIterator[Mesh]:
+async def held_mesh(transport: str, *, has_devices: bool = False, **of_worker: object) -> AsyncIterator[Mesh]:
     """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases. of_worker: settings of the
-    decode side's."""
+    decode side's. has_devices: steps and copies of KV run beside the host, and plans name pages that are scattered to.
+    """
     common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100", "transfer_transport": transport}
+    if has_devices:
+        common |= {"simulated_device": "true", "simulated_copied_token_us": 100.0}
     holds = {name: [f"{phase}%1:{HOLD_MS}" for phase, at in HELD.items() if at == name] for name in WORKERS}
     slow = {"simulated_base_us": 100_000.0, "max_tokens_per_step": 32}
     services = {
@@ -142,8 +145,10 @@ async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
     return stall
 
 
-async def run_cells(cells: Sequence[Cell], transport: str = "device", **of_worker: object) -> None:
-    async with held_mesh(transport, **of_worker) as mesh:
+async def run_cells(
+    cells: Sequence[Cell], transport: str = "device", *, has_devices: bool = False, **of_worker: object
+) -> None:
+    async with held_mesh(transport, has_devices=has_devices, **of_worker) as mesh:
         for index, cell in enumerate(cells):
             stall = await run_cell(mesh, cell, SEED + index)
             print(f"{cell.service} {cell.number.name} {cell.phase}: longest stall {stall:.2f} s", flush=True)
@@ -179,10 +184,13 @@ async def test_daemons_that_die_in_the_middle_of_a_transfer() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["sigkill", "sigstop"])
 @pytest.mark.parametrize("services", [WORKERS, SCHEDULERS, ("router",)], ids=["workers", "schedulers", "router"])
-async def test_every_daemon_in_every_phase(number: signal.Signals, services: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("has_devices", [False, True], ids=["host", "devices"])
+async def test_every_daemon_in_every_phase(
+    number: signal.Signals, services: tuple[str, ...], has_devices: bool
+) -> None:
     cells = [Cell(service, number, phase) for service in services for phase in PHASES]
     random.Random(SEED).shuffle(cells)
-    await run_cells(cells)
+    await run_cells(cells, has_devices=has_devices)
 
 
 @pytest.mark.full

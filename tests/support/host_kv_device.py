@@ -1,7 +1,7 @@
 """A stand-in for a GPU that KV transfers use: memory of the host that other processes map as they would a GPU's.
 
 What a gather has read comes to its target on a thread of its own, when `goes_on` is set: a kernel that still runs while
-its process does other things.
+its process does other things. A scatter is over when `lands` is set.
 """
 
 from __future__ import annotations
@@ -23,6 +23,20 @@ from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePie
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 from support.host_peer_memory import HostPeerMemory
+
+
+class Landing(DeviceEvent):
+    """Of a scatter that runs until it is told to be over."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    @property
+    def is_done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()
 
 
 class CopyEvent(DeviceEvent):
@@ -49,6 +63,8 @@ class HostKvDevice(KvDevice):
         self.can_open = can_open
         self.goes_on = threading.Event()
         self.goes_on.set()
+        self.lands = threading.Event()
+        self.lands.set()
         self.num_gathered = self.num_scattered = 0
 
     def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
@@ -71,7 +87,7 @@ class HostKvDevice(KvDevice):
         data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
         self._runner.write_kv(indexes, data, part)
         self.num_scattered += 1
-        return Copied(DONE)
+        return Copied(Landing(self.lands))
 
     def allocate(self, num_bytes: int) -> int:
         return self._memory.allocate(num_bytes)

@@ -24,7 +24,6 @@ from radixmesh.daemons.scheduler.tiers.kv_loads import LoadTurn
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.kv_pool import KvPool
-from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey
 from radixmesh.daemons.worker.kv_transfer.transfer_service import GrpcTransport
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
@@ -92,7 +91,7 @@ async def test_a_save_reads_before_a_transfer_writes_to_its_pages():
         transfer_id="t", pages=pack_ints([0, 1, 2]), generations=pack_ints([2, 2, 2]), previous_page=-1,
         ids=pack_ints(ids),
     )  # fmt: skip
-    assert await transfers.commit(request) is Failure.NONE
+    assert (await transfers.commit(request)).state == worker_pb2.TRANSFER_STATE_VALIDATED
     transfers.close()
     steps.run(has_forward=False, loads=[move([20, 21, 22], [5, 6, 7], op_id=1)])
     assert executor.runner.read_kv(np.arange(80, 92, dtype=np.int32)).tolist() == saved.tolist()

@@ -183,6 +183,41 @@ def test_a_transfer_outlives_the_attempt_that_a_later_one_replaces() -> None:
     assert arrival.state is ArrivalState.FAILED and not len(arrivals)
 
 
+@pytest.mark.parametrize("end", ["a later attempt", "time", "cancelled", "pages"])
+def test_an_attempt_whose_first_token_is_on_its_way_is_held_back_for_it(end: str) -> None:
+    """It would compute that token anew, and its steps would run ahead of those of the attempt that brings it."""
+    world = World(page_size=1, num_pages=64)
+    planner, arrivals = world.planner, world.planner.arrivals
+    state = planner.state
+    assert state is not None
+    ids = list(range(3, 20))
+    arrival = reserved(arrivals, state, "t", as_ints(ids), "", 60.0, 1, 0.0)
+    assert arrival is not None and arrivals.prepared(arrival)
+    submission = world.submission(ids, transfer_id="t")
+    planner.submit(submission)
+    planner.submit(replace(submission, handle=90, key=replace(submission.key, index=1)))
+    planner.plan(0.0)
+    assert arrivals.written(state, arrival)
+    world.executor.records.grant(
+        arrival.pages, np.array([17]), previous_pages=as_ints([-1]), namespaces=[""], weights_version=1
+    )
+    world.executor.records.extend(arrival.pages, np.zeros(17, np.int32), as_ints(ids))
+    arrivals.committed(state, arrival, is_valid=True)
+    plan = planner.plan(0.1)
+    assert plan is not None and len(plan.admits) == 1 and planner.num_waiting == 1, "another output samples its own"
+    if end == "a later attempt":
+        planner.submit(replace(submission, handle=91, attempt=1, resumed_output_ids=as_ints([5])))
+    elif end == "cancelled":
+        arrivals.cancel(state, "t")
+    elif end == "pages":
+        assert arrivals.let_go(state)
+    later = planner.plan(0.4 if end == "time" else 0.11)
+    assert later is not None and [admit.cached_len for admit in later.admits] in ([16], [17])
+    assert not planner.num_waiting
+    planner.plan(0.5)
+    assert not len(arrivals)
+
+
 def test_a_transfer_takes_as_long_as_it_makes_progress_and_no_longer() -> None:
     world = World(page_size=1, num_pages=64)
     planner, arrivals = world.planner, world.planner.arrivals

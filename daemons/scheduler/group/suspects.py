@@ -73,6 +73,8 @@ class PoisonIsolation:
 
     def epoch_ended(self, state: EpochState, refused_step: int, error: MeshError | None) -> list[PoisonRequest]:
         """An epoch ends by `error`, if that is known: the group refused a step, or is lost (0)."""
+        if error is not None and error.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED:
+            return []  # By KV that another worker wrote.
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         if refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED):
             return self.refused(state, refused_step, error)

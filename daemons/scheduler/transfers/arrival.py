@@ -88,6 +88,9 @@ class Arrival:
     failure: str = ""
     is_awaited: bool = False
     """Committed ahead of the writer's last word: it may still be given up, and the worker says then that it was."""
+    first_token_until: float | None = None
+    """It has arrived, and the prompt's first token is on its way by the router, as a later attempt: until then the one
+    that waits without it would compute it anew."""
     waits_for_pages_since: float | None = None
     """It is written, and there are no pages for it."""
     pages: IntArray = field(default_factory=empty_ints)

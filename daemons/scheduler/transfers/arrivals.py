@@ -11,7 +11,9 @@ answered then, and no prefill begins before. Those that wait have their turns in
 
 What has arrived is in the prefix cache, like anything else there, and locked until the request that it is for has taken
 it. A request waits for its transfer alone until that is over or takes too long; then it is admitted as any other, and
-computes what the cache does not have. Nothing of a transfer outlives the epoch.
+computes what the cache does not have. With the KV comes a first token, by another way: the router brings it with an
+attempt of its own, for which the attempt that waits is held back a little longer. Admitted ahead of it, that would run
+for nothing, and steps that are queued for it would run first. Nothing of a transfer outlives the epoch.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ MAX_ARRIVALS = 1024
 MAX_LEASE_S = 60.0
 PROGRESS_LEASE_S = 15.0
 """Nobody renews the lease of what is on its way: its own progress does."""
+# The step that computed the last of the KV has sampled the first token: it comes some milliseconds behind.
+_FIRST_TOKEN_S = 0.25
 # Staging was full: who has the first turn asks again when a transfer is over, or after so long.
 _ASK_AGAIN_S = 0.05
 # Nothing runs, and a request that has its KV is not admitted: the pages that it keeps are what others wait for.
@@ -153,9 +157,10 @@ class KvArrivals:
             arrival.heard_at = now  # The router says so while the prefill lives.
 
     def cancel(self, state: EpochState, transfer_id: str) -> None:
-        """Nothing will come. Unknown ids are fine."""
+        """Nothing will come, nor a first token behind it. Unknown ids are fine."""
         arrival = self._arrivals.get(transfer_id)
         if arrival is not None:
+            self._first_token_over(arrival)
             self.failed(state, arrival, ArrivalFailure.CANCELLED)
 
     def take_wanted(self, state: EpochState) -> list[Arrival]:
@@ -201,7 +206,7 @@ class KvArrivals:
     def may_pass(self, sequence: Sequence) -> bool:
         """True for a request that waits for no transfer (any more). Any other is parked."""
         arrival = self._arrivals.get(sequence.submission.transfer_id)
-        if arrival is None or arrival.is_over:
+        if arrival is None or (arrival.is_over and not _awaits_first_token(arrival, sequence)):
             return True
         if not arrival.sequences:
             arrival.heard_at = self._now  # Their patience begins.
@@ -271,6 +276,7 @@ class KvArrivals:
             self.num_arrived += 1
             self.num_tokens += arrival.num_tokens
             arrival.heard_at = self._now
+            arrival.first_token_until = self._now + _FIRST_TOKEN_S
             self._unpark(arrival)
             return
         if are_pages_sound:
@@ -295,7 +301,6 @@ class KvArrivals:
         arrival.failure = arrival.failure or failure
         self.failures[arrival.failure] += 1
         self._failed.append(arrival)
-        self._unpark(arrival)
         self._drop(state, arrival)
 
     def give_up(self, state: EpochState) -> None:
@@ -338,6 +343,8 @@ class KvArrivals:
             is_left = bool(arrival.sequences) and not waiting
             is_left &= all(s.lifecycle is not Lifecycle.WAITING for s in arrival.expected)
             if arrival.state is ArrivalState.ARRIVED:
+                if arrival.first_token_until is not None and now >= arrival.first_token_until:
+                    self._first_token_over(arrival)
                 # Admitted, their slots hold the lock; those that have not come in its lease will not.
                 is_stuck = not state.table.running_on(arrival.rank) and now - arrival.heard_at >= _STUCK_S
                 if (
@@ -415,7 +422,14 @@ class KvArrivals:
         for sequence in arrival.sequences:
             self._queue.unpark(sequence)
 
+    def _first_token_over(self, arrival: Arrival) -> None:
+        """None is waited for any more."""
+        arrival.first_token_until = None
+        if arrival.state is ArrivalState.ARRIVED:
+            self._unpark(arrival)
+
     def _drop(self, state: EpochState, arrival: Arrival) -> None:
+        self._unpark(arrival)
         self._let_go(state, arrival)
         self._ask_at = self._now
         del self._arrivals[arrival.transfer_id]
@@ -424,3 +438,10 @@ class KvArrivals:
         held, arrival.held, arrival.first_token = arrival.held, None, 0
         if held is not None:
             state.ranks[arrival.rank].cache.unlock(held)
+
+
+def _awaits_first_token(arrival: Arrival, sequence: Sequence) -> bool:
+    """True for the attempt that another one with the prompt's first token will take the place of. Further outputs of a
+    request sample their own."""
+    is_first = not sequence.output and not sequence.submission.key.index
+    return arrival.first_token_until is not None and is_first

@@ -33,6 +33,7 @@ _TIMEOUT_S = 20.0
 # A chunk is asked for with the plan that computes it, and waits for that step.
 _GATHER_S = 60.0
 _ROOM_POLL_S = 0.01
+_VALID = (worker_pb2.TRANSFER_STATE_VALIDATED, worker_pb2.TRANSFER_STATE_SCATTERING)
 _SCATTERED = (worker_pb2.TRANSFER_FAILURE_STAMP, worker_pb2.TRANSFER_FAILURE_ABORTED)
 
 Answer = Callable[[str, KvTarget | None, MeshError | None], None]
@@ -220,7 +221,7 @@ class TransferCalls:
                 answers = await committing
             told = [a.failure for a in answers if a is not None and a.failure]
             failure = f"worker_{_name_of(told[0])}" if told else failure
-            is_valid = all(a is not None and a.state == worker_pb2.TRANSFER_STATE_VALIDATED for a in answers)
+            is_valid = all(a is not None and a.state in _VALID for a in answers)
             was_granted = any(a is not None for a in answers)
             is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
             are_pages_sound = is_valid or is_same or not was_granted
@@ -382,6 +383,8 @@ async def _committed(
         previous_page=int(held[-1]) if len(held) else -1,
         ids=pack_ints(arrival.ids[arrival.first_token :]),
         cache_namespace=arrival.cache_name,
+        # A plan that names the pages runs behind the scatter, and none of its tokens leaves ahead of the checks.
+        takes_scattering=True,
     )
     try:
         return await rank.transport.commit_transfer(request)

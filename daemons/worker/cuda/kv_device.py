@@ -49,6 +49,9 @@ class PoolDevice(KvDevice):
             if np.isin(pages, read).any():
                 self._device.hold(end)
 
+    def hold(self, copied: Copied) -> None:
+        self._device.hold(copied.event)
+
     @torch.inference_mode()
     def scatter(
         self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None

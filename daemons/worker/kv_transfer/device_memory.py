@@ -58,6 +58,10 @@ class KvDevice(ABC):
         """Copies to pages as write_kv() does, from memory. after: no step behind it uses these pages before this copy
         is over; None: some may, and the copy runs between the steps so far and the next."""
 
+    def hold(self, copied: Copied) -> None:
+        """Steps that are launched from now on wait for a copy on the device. Default: for the copy itself."""
+        copied.event.wait()
+
     def overwritten(self, pages: IntArray) -> None:
         """Pages that what is launched next may write to: it waits for gathers of them. Default: none is under way when
         gather() returns."""

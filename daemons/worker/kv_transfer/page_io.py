@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePie
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of, has_stamps
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
+from radixmesh.daemons.worker.plans.arriving_kv import Arriving
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
@@ -140,10 +141,11 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
 
 
 def begin_scatter(
-    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart], after_step: int
+    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart], after_step: int, *, may_be_named: bool = False
 ) -> StepHandle[tuple[Failure, float]]:
     """As scatter(), of regions in memory of the device or of the host, beside steps later than `after_step`. Also the
-    device time that it took, in seconds."""
+    device time that it took, in seconds. may_be_named: plans may use the pages once this has returned, unless the
+    handle is done: then its result says so."""
     if failure := _grant(executor, target, parts):
         return StepHandle.of((failure, 0.0))
     device, num_tokens = executor.runner.kv_device, len(target.ids)
@@ -169,7 +171,28 @@ def begin_scatter(
             return Failure.PAGES, seconds
         return _finish(executor, target, parts), seconds
 
-    return StepHandle(copies[-1].event, collect)
+    event, records = copies[-1].event, executor.records
+    if not may_be_named:
+        return StepHandle(event, collect)
+
+    def collect_named() -> tuple[Failure, float]:
+        failure = Failure.PAGES
+        try:
+            failure, seconds = collect()
+        finally:
+            if failure is not Failure.NONE:
+                records.filled[target.pages[records.generations[target.pages] == target.generations]] = 0
+            executor.arriving.over(arriving, is_sound=failure is Failure.NONE)
+        return failure, seconds
+
+    def hold() -> None:
+        for copied in copies:
+            device.hold(copied)
+
+    _record(executor, target)
+    copying = StepHandle(event, collect_named)
+    executor.arriving.launched(arriving := Arriving(target.pages, copying, hold))
+    return copying
 
 
 def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
@@ -206,13 +229,16 @@ def _write(runner: ModelRunner, pages: IntArray, num_tokens: int, memory: ByteAr
 
 def _finish(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
     """The pages hold what the regions held, whatever that was."""
-    records, size = executor.records, executor.limits.page_size
     # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
     if not all(_has_stamps(executor.runner, part) for part in parts):
         return Failure.STAMP
-    at = np.arange(len(target.ids), dtype=np.int32)
-    records.extend(target.pages[at // size], at % np.int32(size), target.ids)
+    _record(executor, target)
     return Failure.NONE
+
+
+def _record(executor: StepExecutor, target: Target) -> None:
+    at, size = np.arange(len(target.ids), dtype=np.int32), executor.limits.page_size
+    executor.records.extend(target.pages[at // size], at % np.int32(size), target.ids)
 
 
 def _has_stamps(runner: ModelRunner, part: WrittenPart) -> bool:

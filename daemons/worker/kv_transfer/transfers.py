@@ -90,6 +90,7 @@ class KvTransfers:
         self._digest = ""
         self.senders: dict[str, KvSender] = {}
         self._ticking: asyncio.Task[None] | None = None
+        self._scattering: set[asyncio.Task[None]] = set()
         self._steps, self._gathers, self._scatters = (EventWaits(f"kv-{name}") for name in ("steps", "out", "in"))
         self.num_sent = self.num_received = self.num_failed = 0
 
@@ -251,7 +252,7 @@ class KvTransfers:
         else:
             self._figures.failed("not_sent")
 
-    async def commit(self, request: worker_pb2.CommitTransferRequest) -> Failure:
+    async def commit(self, request: worker_pb2.CommitTransferRequest) -> worker_pb2.CommitTransferResponse:
         """Scatters written regions into pages, behind a step. Raises EPOCH_FENCED, INVALID_ARGUMENT or
         TRANSFER_FAILED."""
         self._check_holder(request.epoch, request.instance_id)
@@ -277,29 +278,44 @@ class KvTransfers:
         await self.until_written(request)
         parts = self._written_parts(regions, request.epoch)
         _trace("kv_scatter_begins", request.transfer_id)
-        outcome = Failure.PAGES
+        may_be_named = request.takes_scattering and executor.host is None
+        is_launched = asyncio.Event()
 
         async def scattered() -> None:
-            nonlocal outcome
-            began = self._clock()
-            if any(isinstance(part.memory, DevicePiece) for part in parts):
-                outcome, seconds = await self._scattered(
-                    lambda: begin_scatter(executor, target, parts, request.after_step)
-                )
-                self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
-                _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
-            else:
-                outcome = await self._done(lambda: scatter(executor, target, parts))
-            self._figures.passed("scatter", sum(part.num_bytes for part in parts), self._clock() - began)
+            outcome, began = Failure.PAGES, self._clock()
+            try:
+                if any(isinstance(part.memory, DevicePiece) for part in parts):
+                    handle = await self._started(
+                        lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
+                    )
+                    if may_be_named and not handle.is_done:
+                        is_launched.set()
+                    outcome, seconds = await self._over_on_device(handle)
+                    self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
+                    _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
+                else:
+                    outcome = await self._done(lambda: scatter(executor, target, parts))
+                self._figures.passed("scatter", sum(part.num_bytes for part in parts), self._clock() - began)
+            finally:
+                for region in regions:
+                    self.receiver.scattered(region, outcome)
 
+        scattering = asyncio.ensure_future(scattered())
+        self._scattering.add(scattering)
+        scattering.add_done_callback(self._scattered)
+        launched = asyncio.ensure_future(is_launched.wait())
         try:
             # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
-            await to_the_end(scattered())
+            await to_the_end(asyncio.wait((scattering, launched), return_when=asyncio.FIRST_COMPLETED))
         finally:
-            for region in regions:
-                self.receiver.scattered(region, outcome)
+            launched.cancel()
+        if not scattering.done():
+            return worker_pb2.CommitTransferResponse(state=worker_pb2.TRANSFER_STATE_SCATTERING)
+        scattering.result()
         # One that was given up while it was read has a reason of its own.
-        return next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
+        failure = next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
+        state = worker_pb2.TRANSFER_STATE_FAILED if failure else worker_pb2.TRANSFER_STATE_VALIDATED
+        return worker_pb2.CommitTransferResponse(state=state, failure=int(failure))  # type: ignore[arg-type]
 
     async def until_written(self, request: worker_pb2.CommitTransferRequest) -> None:
         """Returns when regions whose last chunk is under way are written, or given up. Raises TRANSFER_FAILED for one
@@ -408,9 +424,14 @@ class KvTransfers:
         self._figures.passed("gather_on_device", num_bytes, seconds := copied.seconds())
         return seconds
 
-    async def _scattered(self, begin: Callable[[], StepHandle[T]]) -> T:
-        """Launches copies on the step thread; what comes of them, which is looked at there."""
-        handle = await self._started(begin)
+    def _scattered(self, task: asyncio.Task[None]) -> None:
+        self._scattering.discard(task)
+        # The call may have been answered, or cancelled: nobody else asks.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("kv_scatter_failed", error=repr(error))
+
+    async def _over_on_device(self, handle: StepHandle[T]) -> T:
+        """The outcome of copies that were launched, collected on the step thread."""
         await self._scatters.until(handle.event)
         return await self._started(handle.result)
 

@@ -23,6 +23,7 @@ from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.guides import Guides, SlotGuides
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.arriving_kv import ArrivingKv
 from radixmesh.daemons.worker.plans.barrier_ops import commit
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
@@ -81,6 +82,7 @@ class StepExecutor:
         self._grammars = grammars
         # Guides without a slot are empty, and false.
         self.guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1) if guides is None else guides
+        self.arriving = ArrivingKv()
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
@@ -95,6 +97,7 @@ class StepExecutor:
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
+        self.arriving.begin_epoch()
         if self.host is not None:
             self.host.begin_epoch(self.records)
         if self.runner.expert_moves is not None:
@@ -109,6 +112,7 @@ class StepExecutor:
         """Empties slots, KV and page records: the group was formed anew. No step runs. keeps_kv: only as the next epoch
         does; records are those of completed steps."""
         assert not self._launched, "steps that were aborted have been finished"
+        self.arriving.finish_all()
         if keeps_kv:
             return
         self.table.clear()
@@ -143,6 +147,7 @@ class StepExecutor:
 
     def _start(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult]:
         self._check_order(plan)
+        self.arriving.ahead_of(plan, is_asynchronous=self.runner.is_asynchronous)
         if not self.guides.has_errors and (repeated := self._repeated.next(plan)) is not None:
             self.last_step = plan.step_id
             return self._launch(plan, repeated, ready_ns)
@@ -212,9 +217,10 @@ class StepExecutor:
         self.guides.close()
 
     def finish_all(self) -> None:
-        """Waits for every launched step; their results stay with them."""
+        """Waits for every launched step, and for KV that arrives beside them; their results stay with them."""
         while self._launched:
             next(iter(self._launched.values())).result()
+        self.arriving.finish_all()
 
     def settle(self, step_id: int) -> None:
         """Waits for launched steps up to this one. Raises what the first of them died of."""
@@ -382,6 +388,7 @@ class StepExecutor:
         assert next(iter(self._launched)) == step_id, "steps settle in the order of their launches"
         del self._launched[step_id]
         output = running.result()
+        self.arriving.settle()
         if followed is not None:
             self.guides.let_follow(followed)
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The

@@ -58,6 +58,8 @@ class PlanRunner:
         self._on_step = on_step
         self._is_epoch_over = True
         self._died_step: int | None = None
+        self._refused_step: int | None = None
+        """One that was launched, whose result must not leave."""
         self._running: deque[StepHandle[StepResult]] = deque()
 
     def begin_epoch(self, epoch: int, group_generation: int) -> None:
@@ -68,6 +70,7 @@ class PlanRunner:
             self._pins.begin_epoch()
             self.executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
+            self._refused_step = None
 
     def reset(self, experts: worker_pb2.ExpertPlacement | None = None, *, keeps_kv: bool = False) -> None:
         """Empties slots, KV and page records; plans run from the next epoch on. experts: placement of those that ranks
@@ -119,6 +122,12 @@ class PlanRunner:
             return self._aborted(step_id, error)
         except Exception as error:
             return self._died(plan, error)
+        if self._refused_step is not None:
+            return Answer(step_id=step_id)
+        if (unsound := self.executor.arriving.error) is not None:
+            self._is_epoch_over, self._refused_step = True, step_id
+            epoch = plan.header.epoch
+            return Answer(step_id=step_id, response=_refusal(epoch, step_id, unsound), refusal=unsound)
         for chunk in traced:
             chunk.ran(result)
         self._on_step()

@@ -81,6 +81,7 @@ class TransferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFER_STATE_VALIDATED: _ClassVar[TransferState]
     TRANSFER_STATE_ABORTED: _ClassVar[TransferState]
     TRANSFER_STATE_FAILED: _ClassVar[TransferState]
+    TRANSFER_STATE_SCATTERING: _ClassVar[TransferState]
 PREDECESSOR_END_UNSPECIFIED: PredecessorEnd
 PREDECESSOR_END_BY_ITSELF: PredecessorEnd
 PREDECESSOR_END_FROM_OUTSIDE: PredecessorEnd
@@ -125,6 +126,7 @@ TRANSFER_STATE_WRITTEN: TransferState
 TRANSFER_STATE_VALIDATED: TransferState
 TRANSFER_STATE_ABORTED: TransferState
 TRANSFER_STATE_FAILED: TransferState
+TRANSFER_STATE_SCATTERING: TransferState
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "complete", "claim", "plan", "fence", "alive", "more_plans")
@@ -949,7 +951,7 @@ class WriteTransferResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace", "other_transfer_ids")
+    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace", "other_transfer_ids", "takes_scattering")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -960,6 +962,7 @@ class CommitTransferRequest(_message.Message):
     IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     OTHER_TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SCATTERING_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     instance_id: str
@@ -970,7 +973,8 @@ class CommitTransferRequest(_message.Message):
     ids: bytes
     cache_namespace: str
     other_transfer_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., other_transfer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    takes_scattering: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., other_transfer_ids: _Optional[_Iterable[str]] = ..., takes_scattering: bool = ...) -> None: ...
 
 class CommitTransferResponse(_message.Message):
     __slots__ = ("state", "failure")
