@@ -43,7 +43,7 @@ def get(store: KvStore, pages: list[Page]) -> list[Got]:
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != "ledger"]
+    return [path for path in folder.rglob("*") if path.is_file() and path.name not in ("ledger", "id")]
 
 
 def folder_bytes(folder: Path) -> int:
