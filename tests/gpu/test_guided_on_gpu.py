@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from dataclasses import replace
 
 import pytest
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, text_of
+from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, run_amid_kills, text_of
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -92,13 +89,7 @@ def test_masks_of_processes_are_those_of_the_cpu_worker(expected, lag):
         assert guides.wait_ready(120)
         run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5, guides=guides)
         assert len(guides) == 4
-        deadline, has_killed = time.monotonic() + 200, False
-        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
-            assert time.monotonic() < deadline, run.tokens
-            run.run(20, lag=lag)
-            if not has_killed and len(run.tokens[0]) > 4:
-                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
-                has_killed = True
+        run_amid_kills(run, guides, expected, kill_behind=(4,), num_steps=20, lag=lag)
     finally:
         guides.close()
     got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
@@ -125,13 +116,7 @@ def test_chains_of_processes_are_those_of_the_cpu_worker(expected, lag, num_draf
         guides.attach(runner.mask_memory, num_slots=8, max_total_len=runner.max_total_len)
         assert guides.wait_ready(120)
         run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=5, guides=guides)
-        deadline, has_killed = time.monotonic() + 200, False
-        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
-            assert time.monotonic() < deadline, run.tokens
-            run.run(5, lag=lag)
-            if not has_killed and len(run.tokens[0]) > 4:
-                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
-                has_killed = True
+        run_amid_kills(run, guides, expected, kill_behind=(4,), num_steps=5, lag=lag)
     finally:
         guides.close()
     got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.drafting import speculation_of
-from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut
+from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, run_amid_kills
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.worker.cpu import load_cpu_runner
@@ -84,14 +82,8 @@ def test_chains_of_processes_are_those_of_the_cpu_worker_and_outlive_them(expect
         assert guides.wait_ready(120)
         run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS, guides=guides)
         assert len(guides) == 3
-        deadline, num_kills = time.monotonic() + 200, 0
-        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
-            assert time.monotonic() < deadline, run.tokens
-            run.run(3, lag=1)
-            if num_kills < 2 and len(run.tokens[0]) > 1 + 3 * num_kills:
-                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
-                num_kills += 1
-        assert num_kills and [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+        run_amid_kills(run, guides, expected, kill_behind=(1, 4), num_steps=3, lag=1)
+        assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
         assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's process"
     finally:
         guides.close()

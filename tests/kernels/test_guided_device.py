@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import time
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, text_of
+from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, run_amid_kills, text_of
 from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
@@ -117,14 +116,8 @@ def test_masks_of_processes_are_those_of_the_cpu_worker_and_outlive_them(expecte
     try:
         run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS, guides=guides)
         assert len(guides) == 3
-        deadline, num_kills = time.monotonic() + 200, 0
-        while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
-            assert time.monotonic() < deadline, run.tokens
-            run.run(5, lag=1)
-            if num_kills < 2 and len(run.tokens[0]) > 2 + 3 * num_kills:
-                os.kill(guides.pids[0], signal.SIGKILL)  # Slots 0, 2 and 4.
-                num_kills += 1
-        assert num_kills and [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
+        run_amid_kills(run, guides, expected, kill_behind=(2, 5), num_steps=5, lag=1)
+        assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
         assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's process"
     finally:
         guides.close()

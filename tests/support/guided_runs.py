@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +19,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import Guides
+from radixmesh.daemons.worker.guided.process_guides import ProcessGuides
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.slots.blob_store import BlobStore
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -128,3 +132,24 @@ class GuidedRun:
             if len(result.no_token_reasons) and result.no_token_reasons[slot] == NoToken.NO_MASK:
                 self.num_late += 1
                 self.late_by_slot[slot] += 1
+
+
+def run_amid_kills(
+    run: GuidedRun,
+    guides: ProcessGuides,
+    expected: Sequence[Sequence[int]],
+    *,
+    kill_behind: Sequence[int],
+    num_steps: int,
+    lag: int,
+) -> None:
+    """Runs until no output is shorter than expected, so many steps at a time. Whenever slot 0 has more tokens than the
+    next of `kill_behind`, the process of slots 0, 2 and 4 is killed."""
+    deadline, left = time.monotonic() + 200, deque(kill_behind)
+    while any(len(tokens) < len(wanted) for tokens, wanted in zip(run.tokens, expected, strict=True)):
+        assert time.monotonic() < deadline, run.tokens
+        run.run(num_steps, lag=lag)
+        if left and len(run.tokens[0]) > left[0]:
+            os.kill(guides.pids[0], signal.SIGKILL)
+            left.popleft()
+    assert len(left) < len(kill_behind), "it was over before anything was killed"

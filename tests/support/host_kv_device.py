@@ -19,10 +19,10 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.worker import __main__ as worker_main
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, KvDevice
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.simulated.device import MappedKvDevice
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
-from support.host_peer_memory import HostPeerMemory
 
 
 class Landing(DeviceEvent):
@@ -51,14 +51,12 @@ class CopyEvent(DeviceEvent):
         self._copy.result()
 
 
-class HostKvDevice(KvDevice):
+class HostKvDevice(MappedKvDevice):
     """can_open: False stands for GPUs that cannot reach each other."""
 
-    number = -1
-
     def __init__(self, runner: ModelRunner | None, *, can_open: bool = True) -> None:
+        super().__init__()
         self._runner = runner
-        self._memory = HostPeerMemory()
         self._copies = ThreadPoolExecutor(1)
         self.can_open = can_open
         self.goes_on = threading.Event()
@@ -89,32 +87,10 @@ class HostKvDevice(KvDevice):
         self.num_scattered += 1
         return Copied(Landing(self.lands))
 
-    def allocate(self, num_bytes: int) -> int:
-        return self._memory.allocate(num_bytes)
-
-    def handle(self, address: int) -> bytes:
-        return self._memory.handle(address)
-
     def open(self, handle: bytes) -> DevicePiece:
         if not self.can_open:
             raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "no way to the other GPU", {"feature": "kv"})
-        try:
-            address = self._memory.open(handle)
-        except OSError as error:
-            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, str(error), {"feature": "kv"}) from error
-        return DevicePiece(address, self._memory.size(address))
-
-    def close(self, address: int) -> None:
-        self._memory.close(address)
-
-    def write(self, address: int, data: bytes) -> None:
-        self._memory.write(address, data)
-
-    def read(self, address: int, num_bytes: int) -> bytes:
-        return self._memory.read(address, num_bytes)
-
-    def warm_up(self, memory: DevicePiece) -> None:
-        return
+        return super().open(handle)
 
 
 @contextmanager

@@ -91,34 +91,13 @@ class DeviceRunner(SimulatedRunner):
         return StepHandle(event, collect)
 
 
-class SimulatedKvDevice(KvDevice):
-    """Memory of the host that other processes map as they would a GPU's. token_us: of a copy, per token; it begins
-    behind its event and the copy before, in the one direction or the other."""
+class MappedKvDevice(KvDevice):
+    """Memory of the host that other processes map as they would a GPU's; copies are to be added."""
 
     number = -1
 
-    def __init__(self, runner: SimulatedRunner, clock: DeviceClock, token_us: float) -> None:
-        self._runner, self._clock, self._token_us = runner, clock, token_us
+    def __init__(self) -> None:
         self._memory = MappedMemory()
-        self._ends = {"out": 0, "in": 0}
-
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
-        self.write(target.address, self._runner.read_kv(indexes, part).tobytes())
-        return self._copied("out", len(indexes), after)
-
-    def scatter(
-        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
-    ) -> Copied:
-        data = np.frombuffer(self.read(source.address, source.num_bytes), np.uint8)
-        self._runner.write_kv(indexes, data, part)
-        copied = self._copied("in", len(indexes), DONE if after is None else after)
-        if after is None:
-            self.hold(copied)
-        return copied
-
-    def hold(self, copied: Copied) -> None:
-        assert isinstance(copied.event, TimedEnd)
-        self._clock.hold(copied.event.end_ns)
 
     def allocate(self, num_bytes: int) -> int:
         return self._memory.allocate(num_bytes)
@@ -146,6 +125,34 @@ class SimulatedKvDevice(KvDevice):
 
     def warm_up(self, memory: DevicePiece) -> None:
         return
+
+
+class SimulatedKvDevice(MappedKvDevice):
+    """token_us: of a copy, per token; it begins behind its event and the copy before, in the one direction or the
+    other."""
+
+    def __init__(self, runner: SimulatedRunner, clock: DeviceClock, token_us: float) -> None:
+        super().__init__()
+        self._runner, self._clock, self._token_us = runner, clock, token_us
+        self._ends = {"out": 0, "in": 0}
+
+    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
+        self.write(target.address, self._runner.read_kv(indexes, part).tobytes())
+        return self._copied("out", len(indexes), after)
+
+    def scatter(
+        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+    ) -> Copied:
+        data = np.frombuffer(self.read(source.address, source.num_bytes), np.uint8)
+        self._runner.write_kv(indexes, data, part)
+        copied = self._copied("in", len(indexes), DONE if after is None else after)
+        if after is None:
+            self.hold(copied)
+        return copied
+
+    def hold(self, copied: Copied) -> None:
+        assert isinstance(copied.event, TimedEnd)
+        self._clock.hold(copied.event.end_ns)
 
     def _copied(self, stream: str, num_tokens: int, after: DeviceEvent) -> Copied:
         behind_ns = after.end_ns if isinstance(after, TimedEnd) else 0
