@@ -16,7 +16,7 @@ import pytest
 from mesh.test_kv_transfer import NUM_OUT, PROMPT, Pair, pages_of, pair, prefill
 from mesh.test_kv_transports import PROCESS_S, given_to, until
 from mesh.test_late_writers import NUM_TOKENS, _ended, checksums
-from support.host_kv_device import HostKvDevice
+from support.host_kv_device import HeldEvent, HostKvDevice
 from support.kv_writers import needs_nixl, write_to_device
 from support.plans import admit, chunk, grant
 from support.worker_client import WorkerClient
@@ -504,7 +504,7 @@ async def test_a_chunk_behind_a_later_step_does_not_hold_up_one_behind_an_earlie
             await both.run(0)
         running = threading.Event()
         begun: list[int] = []
-        events: dict[int, DeviceEvent] = {first: StepEvent(running)}
+        events: dict[int, DeviceEvent] = {first: HeldEvent(running)}
         begin_gather = transfers.begin_gather
 
         def noted(*arguments: Any, after_step: int) -> Gathering:
@@ -526,17 +526,3 @@ async def test_a_chunk_behind_a_later_step_does_not_hold_up_one_behind_an_earlie
         assert begun == [first, second]
         for name in ("later", "earlier"):
             assert (await both.last_state(name)).state == worker_pb2.TRANSFER_STATE_WRITTEN
-
-
-class StepEvent(DeviceEvent):
-    """Of a step that runs until it is told to be over."""
-
-    def __init__(self, over: threading.Event) -> None:
-        self._over = over
-
-    @property
-    def is_done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        self._over.wait()

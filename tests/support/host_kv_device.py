@@ -25,8 +25,8 @@ from radixmesh.daemons.worker.simulated.device import MappedKvDevice
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 
-class Landing(DeviceEvent):
-    """Of a scatter that runs until it is told to be over."""
+class HeldEvent(DeviceEvent):
+    """Of a step or a copy that runs until it is told to be over."""
 
     def __init__(self, over: threading.Event) -> None:
         self._over = over
@@ -85,7 +85,7 @@ class HostKvDevice(MappedKvDevice):
         data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
         self._runner.write_kv(indexes, data, part)
         self.num_scattered += 1
-        return Copied(Landing(self.lands))
+        return Copied(HeldEvent(self.lands))
 
     def open(self, handle: bytes) -> DevicePiece:
         if not self.can_open:

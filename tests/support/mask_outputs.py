@@ -126,6 +126,25 @@ class ProcessOutputs(ABC):
         got = ids if isinstance(self.memory, SlotChains) else ids[:, 0]
         assert self.guides.launched(slots, lambda: got).acquire(timeout=TIMEOUT_S)
 
+    def step_amid_changes(self, num: int) -> None:
+        """So many steps. Every fifth one another output takes a slot at once, with tokens from before. At the end all
+        leave, and their rows are free."""
+        for slot in range(NUM_SLOTS):
+            self.admit(slot)
+        for number in range(num):
+            self.check()
+            self.step()
+            if number % 5 == 4:
+                slot = number % NUM_SLOTS
+                self.check()
+                before = () if self.is_over(slot) else self.tokens[slot]
+                self.release(slot)
+                self.admit(slot, before)
+        self.check()
+        for slot in range(NUM_SLOTS):
+            self.release(slot)
+        until(lambda: self.are_rows_free, "rows whose outputs have left are free again")
+
     def _sampled(self, slot: int, mask: MaskWords, likely: int | None = None) -> int:
         assert (mask == self.expected(slot)).all(), "a mask that is there is right, or it is not there"
         token = likely

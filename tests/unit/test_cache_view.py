@@ -28,6 +28,7 @@ from radixmesh.daemons.scheduler.cache.feed import CacheFeed, inserted_on
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
 from radixmesh.daemons.scheduler.cache.watch import change_messages
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 NAMES = (Namespace("", 1), Namespace("0:salt", 1), Namespace("", 2))
 
@@ -241,3 +242,11 @@ def test_the_longest_match_is_found_for_every_replica(holdings: list[tuple[int, 
         index.add(replica, keys[:blocks])
         expected[replica] = max(expected[replica], min(blocks, length) * BLOCK)
     assert matched_tokens(index.match(keys), 201).tolist() == expected
+
+
+def test_what_a_scheduler_says_of_its_store_is_bounded() -> None:
+    """The name of the store, and tiers that only later versions know."""
+    tiers = (scheduler_pb2.CACHE_TIER_STORE, 99, -1)
+    inserts = [scheduler_pb2.CacheInsert(node=number, tier=tier) for number, tier in enumerate(tiers, 1)]
+    change = cache_change(scheduler_pb2.WatchCacheResponse(store_id="s" * 1000, inserts=inserts))
+    assert len(change.store_id) == 64 and {insert.tier for insert in change.inserts} == {Tier.STORE}

@@ -42,22 +42,7 @@ def _grown(outputs: ChainOutputs, slot: int) -> bool:
 
 
 def test_rows_yield_what_is_forced_at_once_and_come_back(outputs: ChainOutputs) -> None:
-    for slot in range(NUM_SLOTS):
-        outputs.admit(slot)
-    for number in range(40):
-        outputs.check()
-        outputs.step()
-        if number % 5 == 4:
-            # Another output has the slot at once, with tokens from before.
-            slot = number % NUM_SLOTS
-            outputs.check()
-            before = () if outputs.is_over(slot) else outputs.tokens[slot]
-            outputs.release(slot)
-            outputs.admit(slot, before)
-    outputs.check()
-    for slot in range(NUM_SLOTS):
-        outputs.release(slot)
-    until(lambda: outputs.are_rows_free, "rows whose outputs have left are free again")
+    outputs.step_amid_changes(40)
 
 
 def test_chains_grow_beside_steps_and_are_followed(outputs: ChainOutputs) -> None:

@@ -105,6 +105,7 @@ def test_a_group_has_the_store_of_its_ranks() -> None:
         return group_of(ranks(ids, tp_size)).kv_store_id
 
     assert of(["a"]) == of(["a", "a"]) == "a", "data-parallel ranks share it with each other, and with other groups"
+    assert len(of(["a" * 1000])) == 64, "what a worker names is bounded"
     assert of(["a", "b"]) == of(["a", ""]) == of([""]) == ""
     assert len(of(["a", "b"], 2)) == 32 and of(["a", "b"], 2) == of(["a", "b", "a", "b"], 2)
     assert of(["a", "b"], 2) != of(["b", "a"], 2) and of(["a", "b", "b", "a"], 2) == of(["a", ""], 2) == ""

@@ -53,23 +53,8 @@ def outputs(processes: Outputs) -> Outputs:
 
 
 def test_masks_are_those_of_one_process_and_rows_come_back(outputs: Outputs) -> None:
-    for slot in range(NUM_SLOTS):
-        outputs.admit(slot)
-    for number in range(30):
-        outputs.check()
-        outputs.step()
-        if number % 5 == 4:
-            # Another output has the slot at once, with tokens from before.
-            slot = number % NUM_SLOTS
-            outputs.check()
-            before = () if outputs.is_over(slot) else outputs.tokens[slot]
-            outputs.release(slot)
-            outputs.admit(slot, before)
-    outputs.check()
-    for slot in range(NUM_SLOTS):
-        outputs.release(slot)
+    outputs.step_amid_changes(30)
     assert len(outputs.guides) == 0
-    until(lambda: outputs.are_rows_free, "rows whose outputs have left are free again")
 
 
 def test_processes_that_end_with_outputs_open_have_successors(
