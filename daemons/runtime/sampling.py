@@ -82,7 +82,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     others = common_pb2.SamplingParams()
     others.CopyFrom(message)
     others.ClearField("seed")
-    return _seeded(known_sampling(others.SerializeToString(deterministic=True)), message.seed)
+    return with_seed(known_sampling(others.SerializeToString(deterministic=True)), message.seed)
 
 
 def _sampling_of(message: common_pb2.SamplingParams) -> Sampling:
@@ -113,7 +113,7 @@ def _sampling_of(message: common_pb2.SamplingParams) -> Sampling:
     return sampling
 
 
-def _seeded(options: Sampling, seed: int) -> Sampling:
+def with_seed(options: Sampling, seed: int | None) -> Sampling:
     """The options with another seed. Not replace(), which takes as long as reading them from the message."""
     return Sampling(
         repetition_penalty=options.repetition_penalty,

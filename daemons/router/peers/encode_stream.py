@@ -29,6 +29,8 @@ class EncodeStream:
         self._stream = stream
         self._address = address
         self.is_over = False
+        self.has_answered = False
+        """The tokenizer knows such streams: an older one would have refused it."""
         self._last_id = 0
         # Calls that were given up stay until they are answered: the tokenizer counts them too.
         self._calls: dict[int, asyncio.Future[tokenizer_pb2.EncodeResponse]] = {}
@@ -44,17 +46,24 @@ class EncodeStream:
         self, request: tokenizer_pb2.EncodeRequest, trace_context: str, timeout_s: float
     ) -> tokenizer_pb2.EncodeResponse:
         """Asks once. Raises what the tokenizer says of the call, what ended the stream, or DEADLINE_EXCEEDED."""
-        self._last_id += 1
-        answer: asyncio.Future[tokenizer_pb2.EncodeResponse] = asyncio.get_running_loop().create_future()
-        self._calls[self._last_id] = answer
-        self._outbox.append(_Call(call_id=self._last_id, request=request, trace_context=trace_context))
-        self._has_more.set()
+        answer = self.begin(request, trace_context)
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             message = f"{self._address} has not answered within {timeout_s:.1f} s"
             raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message, {"daemon": self._address}) from None
+
+    def begin(
+        self, request: tokenizer_pb2.EncodeRequest, trace_context: str
+    ) -> asyncio.Future[tokenizer_pb2.EncodeResponse]:
+        """As encode(), with no bound in time; whoever does not want the answer any more cancels the future."""
+        self._last_id += 1
+        answer: asyncio.Future[tokenizer_pb2.EncodeResponse] = asyncio.get_running_loop().create_future()
+        self._calls[self._last_id] = answer
+        self._outbox.append(_Call(call_id=self._last_id, request=request, trace_context=trace_context))
+        self._has_more.set()
+        return answer
 
     async def close(self) -> None:
         """Ends the stream; calls without an answer fail."""
@@ -89,6 +98,7 @@ class EncodeStream:
 
     async def _read(self) -> None:
         while (answer := await self._stream.receive()) is not None:
+            self.has_answered = True
             call = self._calls.pop(answer.call_id, None)
             if call is None:
                 message = f"an answer to call {answer.call_id}, which has none to come"

@@ -77,8 +77,10 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         except grpc.aio.InternalError as error:
             raise_if_cancelled()
             raise await self._reason() from error
-        raise_if_cancelled()
-        return None if frame is grpc.aio.EOF else self._parse(cast("bytes", frame))
+        if frame is grpc.aio.EOF:
+            raise_if_cancelled()
+            return None
+        return self._parse(cast("bytes", frame))
 
     async def close(self) -> None:
         self._call.cancel()
@@ -222,6 +224,13 @@ class GrpcTokenizer(TokenizerReplica):
             return await stub.Encode(request, timeout=timeout_s, metadata=_trace_metadata())
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
+
+    def begin(self, request: tokenizer_pb2.EncodeRequest) -> asyncio.Future[tokenizer_pb2.EncodeResponse] | None:
+        self._current()
+        stream = self._encode_stream()
+        if stream is None or not stream.has_answered or not stream.takes(request.ByteSize()):
+            return None
+        return stream.begin(request, current_context())
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout_s: float) -> tokenizer_pb2.DecodeResponse:
         try:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
+from radixmesh.daemons.router.peers.tokenizer_turns import SMALL_BYTES, TokenizerTurns
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
@@ -46,6 +46,11 @@ class TokenizerReplica(ABC):
     @abstractmethod
     async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout_s: float) -> tokenizer_pb2.EncodeResponse:
         """Asks it once. Raises MeshError."""
+
+    def begin(self, request: tokenizer_pb2.EncodeRequest) -> asyncio.Future[tokenizer_pb2.EncodeResponse] | None:
+        """As encode(), for calls that need no task of their own: the future of the answer, which nothing but the
+        caller bounds in time. None: only encode() will do."""
+        return None
 
     @abstractmethod
     async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout_s: float) -> tokenizer_pb2.DecodeResponse:
@@ -130,7 +135,11 @@ class TokenizerPool(PeerPool):
         answer = self._encode_here(request)
         if answer is not None:
             return answer
-        return await self._call(lambda replica, timeout_s: replica.encode(request, timeout_s), request)
+
+        def ask(replica: TokenizerReplica, timeout_s: float) -> Awaitable[tokenizer_pb2.EncodeResponse]:
+            return replica.begin(request) or replica.encode(request, timeout_s)
+
+        return await self._call(ask, request)
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
         """Raises what encode() does."""
@@ -161,6 +170,8 @@ class TokenizerPool(PeerPool):
             )
             metadata = {"size": str(num_bytes), "max": str(MAX_TEXT_BYTES)}
             raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, f"{message}: send less at once", metadata)
+        if num_bytes <= SMALL_BYTES:
+            return await self._ask(ask)
         async with self._turns.turn(request.tenant, num_bytes):
             return await self._ask(ask)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from prometheus_client import Counter
+
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.schedulers.remote_prompt import RemotePrompt
@@ -53,6 +55,7 @@ class OutputFlow:
         self._metrics = metrics
         self._clock = clock
         self._stopping: dict[Output, None] = {}
+        self._finished: dict[FinishReason, Counter] = {}
         self._deadlines = Deadlines()
         self.schedulers = make_schedulers(self)
         self.detokenizers = make_detokenizers(self)
@@ -313,8 +316,15 @@ class OutputFlow:
             output.ending = replace(output.ending, num_output=output.num_seen)
         output.move_to(OutputState.FINISHED)
         self._release(output)
-        self._metrics.requests_finished.labels(_reason_label(output.ending)).inc()
+        self._finished_with(output.ending.reason).inc()
         output.request.delivery.mark(output)
+
+    def _finished_with(self, reason: FinishReason) -> Counter:
+        """The metric with the reason's label, which takes several locks to find."""
+        found = self._finished.get(reason)
+        if found is None:
+            found = self._finished[reason] = self._metrics.requests_finished.labels(reason.label)
+        return found
 
     def _release(self, output: Output) -> None:
         self._stopping.pop(output, None)

@@ -102,7 +102,7 @@ class Metrics:
         )
 
     def _make_latency_metrics(self, make: MetricMaker) -> None:
-        self.time_to_first_token_seconds = make.histogram(
+        self.time_to_first_token_seconds = make.fast_histogram(
             "radixmesh_time_to_first_token_seconds",
             "router",
             "Arrival of a request to the first output token that its client can be sent.",
@@ -116,7 +116,7 @@ class Metrics:
             _TOKEN_S,
             deprecated="radixmesh_inter_token_seconds",
         )
-        self.e2e_request_latency_seconds = make.histogram(
+        self.e2e_request_latency_seconds = make.fast_histogram(
             "radixmesh_e2e_request_latency_seconds",
             "router",
             "Acceptance to the end of a request.",
@@ -133,7 +133,7 @@ class Metrics:
         self.queue_seconds = make.histogram(
             "radixmesh_queue_seconds", "scheduler", "Submit to slot, of requests that got one.", _LATENCY_S
         )
-        self.router_queue_seconds = make.histogram(
+        self.router_queue_seconds = make.fast_histogram(
             "radixmesh_router_queue_seconds",
             "router",
             "Wait in the router's queue, of outputs that a scheduler then took.",

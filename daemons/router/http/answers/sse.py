@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from starlette.responses import Response
@@ -73,8 +73,9 @@ class EventStream(Response):
     ) -> None:
         """constrained_by: the field that brought the requests' grammar, empty if the path alone tells its name."""
         quick = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers={**headers, **quick}, media_type=writer.media_type)
-        del self.headers["content-length"]
+        # Not Response's own, which gives an answer a length.
+        self.status_code, self.media_type, self.background = 200, writer.media_type, None
+        self.init_headers({**headers, **quick})
         self._context = context
         self._requests = requests
         self._writer = writer
@@ -130,22 +131,26 @@ class EventStream(Response):
     async def _send_all(
         self, group: RequestGroup, item: GroupMessage | None, send: Send, connection: ConnectionHandle
     ) -> None:
-        events = self._writer.begin()
+        events, last = self._writer.begin(), b""
+        num_open = _num_outputs(self._requests[0])
         try:
             if item is not None:
                 events += self._writer.write(*item)
+                num_open -= len(item[1].finished)
             self._is_started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if events:
                 await send(_part(events))
             if group.is_single:
-                await group.push(_sink_of(self._writer, connection))
+                sink = _Sink(self._writer, connection, num_open)
+                await group.push(sink)
+                last = sink.last
             while (item := await group.next()) is not None:
                 events = self._writer.write(*item)
                 if events:
                     # Returns when the connection lets it: meanwhile what comes up merges into the next message.
                     await send(_part(events))
-            events = self._writer.end() + self._writer.done
+            events = last + self._writer.end() + self._writer.done
         except MeshError as error:
             if not self._is_started:
                 raise
@@ -166,15 +171,31 @@ def event(value: object) -> bytes:
     return b"data: " + dump(value) + b"\n\n"
 
 
-def _sink_of(writer: EventWriter, connection: ConnectionHandle) -> Callable[[Update], bool]:
-    """Events of a single request, straight to its connection: the hot path, once per stream and frame."""
-    write, write_part = writer.write, connection.write_part
+class _Sink:
+    """Events of a single request, straight to its connection: the hot path, once per stream and frame.
 
-    def sink(update: Update) -> bool:
-        events = write(0, update)
-        return write_part(events) if events else True
+    num_open: outputs whose finish is still to come. last: events of the update with the last finish, which are written
+    with the end of the stream: a client reads once, and the router writes once.
+    """
 
-    return sink
+    def __init__(self, writer: EventWriter, connection: ConnectionHandle, num_open: int) -> None:
+        self._write = writer.write
+        self._write_part = connection.write_part
+        self._num_open = num_open
+        self.last = b""
+
+    def __call__(self, update: Update) -> bool:
+        events = self._write(0, update)
+        if update.finished:
+            self._num_open -= len(update.finished)
+            if not self._num_open:
+                self.last = events
+                return True
+        return self._write_part(events) if events else True
+
+
+def _num_outputs(request: router_pb2.GenerateRequest) -> int:
+    return request.n if request.HasField("n") else 1
 
 
 def _part(events: bytes) -> dict[str, object]:

@@ -17,6 +17,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 # An embedding of 262,144 numbers: several times the widest model's.
 _MAX_VECTOR_BYTES = 1 << 20
 _FEW_IDS = 64
+_REASONS = frozenset(map(int, FinishReason)) - {int(FinishReason.HANDED_OVER)}
 _MAX_NAMES, _MAX_NAME_CHARS, _MAX_EOS_IDS = 4096, 256, 4096
 
 
@@ -79,5 +80,5 @@ class ServeChecks:
 
     def reason(self, finished: scheduler_pb2.Finished) -> None:
         # Only prefills are asked to hand over, and those are no outputs.
-        if int(finished.reason) not in tuple(FinishReason) or int(finished.reason) == FinishReason.HANDED_OVER:
+        if finished.reason not in _REASONS:
             raise self.broken(f"an output finished for reason {finished.reason}, which is none")

@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.sampling import (
     output_seed,
     sampling_from_proto,
     stop_from_proto,
+    with_seed,
 )
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.router.v1 import router_pb2
@@ -80,13 +81,17 @@ def resolve(
     room = check_prompt(prompt_ids, identity)
     if request.HasField("grammar"):
         check_followed(identity)
-    sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
+    sampling = draft.sampling
+    if identity.default_sampling:
+        sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
     check_options(sampling, draft.stop, identity)
     default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
     if refuses_cut and (draft.stop.max_tokens or 0) > room:
         raise _too_many_tokens(draft.stop.max_tokens or 0, len(prompt_ids) // 4, identity.max_total_len)
     max_tokens = min(draft.stop.max_tokens or default, room)
-    stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
+    stop = draft.stop
+    if max_tokens != stop.max_tokens or stop.min_tokens > max_tokens:
+        stop = replace(stop, max_tokens=max_tokens, min_tokens=min(stop.min_tokens, max_tokens))
     task = Task(request.task or Task.GENERATE)
     seed = sampling.seed
     if seed is None:
@@ -97,7 +102,7 @@ def resolve(
         model_identity=identity,
         prompt_ids=prompt_ids,
         seeds=tuple(output_seed(seed, index) for index in range(draft.n)),
-        sampling=replace(sampling, seed=None),
+        sampling=with_seed(sampling, None),
         stop=stop,
         grammar=grammar_source(request.grammar) if request.HasField("grammar") else None,
         ids_only=request.ids_only or is_pooled(task),
