@@ -1,6 +1,7 @@
 """Routers and gateways beside each other, over the same real schedulers with simulated workers. Prints JSON.
 
 python bench/router_gateways.py --smg VENV/bin/smg --sglang VENV/bin/python [--workloads groups,chats] [--requests 384]
+    [--seeds 1,2,3]     # each seed's prompts to all contestants in turn, so that neighbours of the machine meet all
 
 Four replicas: a scheduler and a simulated worker each (a step takes 35 ms, 0.25 ms a decode row and 0.2 ms an uncached
 token; KV for a third of the prefixes). Ours is one router over all of them; a gateway of others stands before four
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--ours", default="cache_aware,round_robin,least_load", help="policies of our router")
     parser.add_argument("--workloads", default="groups,zipf_groups,chats,trees,random")
     parser.add_argument("--requests", type=int, default=384)
+    parser.add_argument("--seeds", default="1", help="of the prompts")
     options = parser.parse_args()
     # Its daemons have sessions of their own: they would outlive a benchmark that is told to stop.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -62,12 +64,13 @@ def main() -> None:
     contestants += [name for name, given in (("smg", options.smg), ("sglang-router", options.sglang)) if given]
     with tempfile.TemporaryDirectory(prefix="gw") as folder, Mesh(Path(folder)) as mesh:
         mesh.start_replicas()
-        result: dict[str, dict[str, object]] = {}
+        result: dict[str, dict[str, list[dict[str, object]]]] = {}
         for workload in options.workloads.split(","):
-            for name in contestants:
-                found = mesh.measure(name, workload, options)
-                result.setdefault(workload, {})[name] = found
-                print(f"{workload} {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+            for seed in map(int, options.seeds.split(",")):
+                for name in contestants:
+                    found = {"seed": seed, **mesh.measure(name, workload, seed, options)}
+                    result.setdefault(workload, {}).setdefault(name, []).append(found)
+                    print(f"{workload} {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
     print(json.dumps({"machine": _machine(), "replicas": _REPLICAS, "kv_tokens": _KV_TOKENS, "runs": result}, indent=1))
 
 
@@ -100,14 +103,14 @@ class Mesh:
         for port in self._ports:
             self._wait_http(port)
 
-    def measure(self, name: str, workload: str, options: argparse.Namespace) -> dict[str, object]:
+    def measure(self, name: str, workload: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
         """One run of a contestant: figures of clients and schedulers."""
         asyncio.run(self._flush())
         port = _free_port()
         process = self._contestant(name, port, options)
         try:
             self._wait_http(port)
-            conversations, at_once, best = workload_of(workload, options.requests)
+            conversations, at_once, best = workload_of(workload, options.requests, seed)
             before, cpu_before = asyncio.run(self._states()), self._cpu_s(process.pid)
             outcome = asyncio.run(run_load("127.0.0.1", port, "tiny-llama", conversations, at_once))
             after = asyncio.run(self._states())

@@ -104,7 +104,7 @@ class Delivery:
         self.writing_since = None
         self._sink = sink
         try:
-            self._push_news()
+            self._take_turn()
             while not self._is_over:
                 self._raise_failure()
                 await self._has_news.wait()
@@ -143,11 +143,9 @@ class Delivery:
     def _take_turn(self) -> None:
         if self._sink is None:
             self._has_news.set()
-        elif not self._is_full:
-            self._push_news()
-
-    def _push_news(self) -> None:
-        assert self._sink is not None
+            return
+        if self._is_full:
+            return
         try:
             while self._error is None and (update := self._update()) is not None:
                 self.num_messages += 1
