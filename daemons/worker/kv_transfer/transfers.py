@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.kv_transfer.page_io import (
     begin_gather,
     begin_scatter,
     gather,
+    may_scatter,
     scatter,
 )
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
@@ -52,7 +53,7 @@ _MOST_NAMED = 64
 class Start(Protocol):
     """As StepQueue.start()."""
 
-    def __call__(self, job: Callable[[], T], /) -> Awaitable[T]: ...
+    def __call__(self, job: Callable[[], T], /) -> asyncio.Future[T]: ...
 
 
 class KvTransfers:
@@ -274,23 +275,26 @@ class KvTransfers:
             message = f"pages, generations and ids are not those of {regions[0].num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
         await self._until_received(request.after_step, request.epoch, request.instance_id)
-        # Sent ahead, so that pages are there for it when all is written.
+        # Sent ahead, so that pages are there for it when all is written, and all that can be is looked at by then.
+        may_be_named = request.takes_scattering and executor.host is None and executor.runner.kv_device is not None
+        shares = [region.part for region in regions]
+        may_be_named = may_be_named and await self._started(lambda: may_scatter(executor, target, shares))
         await self.until_written(request)
+        self._check_holder(request.epoch, request.instance_id)
         parts = self._written_parts(regions, request.epoch)
         _trace("kv_scatter_begins", request.transfer_id)
-        may_be_named = request.takes_scattering and executor.host is None
-        is_launched = asyncio.Event()
+        begun: asyncio.Future[StepHandle[tuple[Failure, float]]] | None = None
+        if any(isinstance(part.memory, DevicePiece) for part in parts):
+            # On the step thread it is ahead of all plans that are received from now on.
+            begun = self._started(
+                lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
+            )
 
         async def scattered() -> None:
             outcome, began = Failure.PAGES, self._clock()
             try:
-                if any(isinstance(part.memory, DevicePiece) for part in parts):
-                    handle = await self._started(
-                        lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
-                    )
-                    if may_be_named and not handle.is_done:
-                        is_launched.set()
-                    outcome, seconds = await self._over_on_device(handle)
+                if begun is not None:
+                    outcome, seconds = await self._over_on_device(await begun)
                     self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
                     _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
                 else:
@@ -303,14 +307,10 @@ class KvTransfers:
         scattering = asyncio.ensure_future(scattered())
         self._scattering.add(scattering)
         scattering.add_done_callback(self._scattered)
-        launched = asyncio.ensure_future(is_launched.wait())
-        try:
-            # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
-            await to_the_end(asyncio.wait((scattering, launched), return_when=asyncio.FIRST_COMPLETED))
-        finally:
-            launched.cancel()
-        if not scattering.done():
+        if begun is not None and may_be_named:
             return worker_pb2.CommitTransferResponse(state=worker_pb2.TRANSFER_STATE_SCATTERING)
+        # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
+        await to_the_end(asyncio.wait((scattering,)))
         scattering.result()
         # One that was given up while it was read has a reason of its own.
         failure = next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
@@ -435,9 +435,9 @@ class KvTransfers:
         await self._scatters.until(handle.event)
         return await self._started(handle.result)
 
-    async def _started(self, job: Callable[[], T]) -> T:
+    def _started(self, job: Callable[[], T]) -> asyncio.Future[T]:
         assert self._start is not None, "a runner with a device has a step thread"
-        return await self._start(job)
+        return self._start(job)
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""
