@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispa
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
+from radixmesh.daemons.worker.cuda.compilers.launchers import hash_triton
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.drafting.load import (
     load_network,
@@ -143,6 +145,7 @@ def load_cuda_runner(
         raise _invalid("cuda_device", f"is {index}: this process sees {torch.cuda.device_count()} GPUs, from 0 on")
     with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
         device = CudaDevice(index)
+    threading.Thread(target=hash_triton, name="triton", daemon=True).start()
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     group = _create_group(settings, ranks, device)

@@ -62,7 +62,7 @@ class StepForwards:
         second: SecondHalf | None,
     ) -> None:
         """Arguments as DeviceRunner's. second: of decodes that run as two halves."""
-        self._experts, self._has_decodes = experts, Task.GENERATE in model.tasks
+        self._model, self._experts, self._has_decodes = model, experts, Task.GENERATE in model.tasks
         self.late: LateCaptures | None = None
         """Graphs that are captured between steps; None: all of them are captured."""
         tokens = TokenRing(device, max_rows=limits.num_slots)
@@ -96,9 +96,10 @@ class StepForwards:
     def launch_all(self, sampler: SlotSampler) -> None:
         """Launches the kernels of all steps that are captured or run in a warm-up, for compiling. Those of decodes
         always: nearly all of them are in steps that verify drafts too."""
-        self.prompts.launch_all()
-        if self._has_decodes:
-            self.decodes.launch_all(sampler)
+        with self._model.each_kind_once():
+            self.prompts.launch_all()
+            if self._has_decodes:
+                self.decodes.launch_all(sampler)
 
     def drop(self) -> None:
         """Forgets all graphs: they are captured anew."""
