@@ -226,6 +226,7 @@ def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart])
     records, pages = executor.records, target.pages
     if not _are_free(executor, target):
         return Failure.PAGES
+    executor.arriving.granted(pages)
     if executor.host is not None:
         executor.host.written_beside(pages)
     executor.overwritten(pages)

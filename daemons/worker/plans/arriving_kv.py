@@ -91,6 +91,12 @@ class ArrivingKv:
         if self.error is not None:
             raise self.error
 
+    def granted(self, pages: IntArray) -> None:
+        """Pages are about to be granted by no plan: waits for copies to them, which would find them another's."""
+        for arriving in tuple(self._arriving):
+            if _meet(arriving.pages, pages):
+                arriving.copying.result()
+
     def settle(self) -> None:
         """A step is over that may have read what was named before its launch."""
         for arriving in [one for one in self._arriving if one.is_named]:
