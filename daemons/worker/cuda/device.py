@@ -363,11 +363,14 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate memory, lock it or give it back meanwhile, for KV transfers: that ends no capture.
         mode = "thread_local"
-        with (
-            without_collections(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
-        ):
-            result = work()
+        # Not torch.cuda.graph(): it waits for all streams, and empties torch's caches, which the next step fills again.
+        self._stream.synchronize()
+        with without_collections(), torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode=mode)
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
 
         def replay() -> torch.Tensor:
             graph.replay()
