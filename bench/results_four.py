@@ -180,7 +180,10 @@ def _kills(parts: Mapping[str, Any]) -> list[str]:
     failed = sum(
         cell["requests_failed"] + cell["answers_with_tokens_lost_repeated_or_changed"] for cell in seen.values()
     )
-    longest = max(cell["longest_stall_s"] for cell in seen.values())
+    times, longest = (
+        min(cell["faults"] for cell in seen.values()),
+        max(cell["longest_stall_s"] for cell in seen.values()),
+    )
     return [
         wrapped(
             f"A rank of DeepSeek-V2-Lite killed (-9) under {case['rows']:,} rows: its process served again after "
@@ -194,7 +197,8 @@ def _kills(parts: Mapping[str, Any]) -> list[str]:
             f"{stages['weights_loaded']['at_s']:.1f}, kernels after {stages['kernels_compiled']['at_s']:.1f}, graphs "
             f"after {stages['graphs_captured']['at_s']:.1f}, and the group is formed after "
             f"{stages['group_formed']:.1f}. {len(seen)} of 18 cells of the fault matrix (ranks and the scheduler, "
-            "killed or stopped; TP 2 and DP 2 + EP 2) ran beside each other on two GPUs: "
+            f"killed or stopped; TP 2 and DP 2 + EP 2), {times} faults or more each, ran on two GPUs (commit "
+            f"{matrix['commit']}): "
             f"{failed} answers failed, lost or repeated a token, longest stall {longest:.1f} s. "
             + (f"Not seen: {matrix['not_seen'].split('.')[0]}." if "not_seen" in matrix else "")
         ),

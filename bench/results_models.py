@@ -50,10 +50,12 @@ def routed_experts(_: Mapping[str, Any]) -> list[str]:
 
 def _since(got: Mapping[str, Any]) -> str:
     before, since = got["kernels_us"]["before"], got["kernels_us"]["since"]
-    runs = got["workloads"]
+    runs, others = got["workloads"], got["qwen3-30b-a3b"]
     return (
         f"Since these runs DeepSeek-V2-Lite gives {runs['decode-256']['out_tok_s']:,.0f} tokens/s in decode-256 and "
-        f"{runs['shared-prefix']['out_tok_s']:,.0f} in shared-prefix (`{got['command']}`). Of 256 rows, router logits "
+        f"{runs['shared-prefix']['out_tok_s']:,.0f} in shared-prefix, Qwen3-30B-A3B "
+        f"{others['decode-256']['out_tok_s']:,.0f} and {others['shared-prefix']['out_tok_s']:,.0f} "
+        f"(`{got['command']}`, commit {got['commit']}). Of 256 rows, router logits "
         f"take {since['router_logits pdl=True']} us instead of {before['router_logits pdl=True']}, attention at 384 "
         f"tokens {since['mla_decode 384 scattered']} instead of {before['mla_decode 384']}, a sampled token "
         f"{since['sample 1.0']:.0f} where the search for noise alone took 270 (`bench/gpu/moe_step.py --rows 256`), "

@@ -58,6 +58,18 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _dense_on_h200() -> list[str]:
+    got = read("h200x2-groups.json")
+    shape = got["shapes"]["llama-3.1-8b"]
+    figures = []
+    for name, gain in shape["gain"].items():
+        one, two = (shape[of]["workloads"][name] for of in ("1 ranks", "2 ranks"))
+        idle = 100 * (1 - two["device_busy"])
+        figures.append(f"{name} {one['out_tok_s']:,.0f} and {two['out_tok_s']:,.0f} ({gain:.2f}, idle {idle:.1f}%)")
+    text = f"The same on H200, commit {got['commit']}, one GPU and two: {'; '.join(figures)}."
+    return [wrapped(text), ""]
+
+
 def ranks(_: Mapping[str, Any]) -> list[str]:
     got = read("h100x2-groups.json")
     shape = got["dense"]["shapes"]["llama-3.1-8b"]
@@ -105,6 +117,7 @@ def ranks(_: Mapping[str, Any]) -> list[str]:
         "",
         *table(["workload", "one GPU", "two", "gain", "idle of two"], dense),
         "",
+        *_dense_on_h200(),
         wrapped(
             f"DeepSeek-V2-Lite, tokens of KV, and tokens a second once all rows decode, with the median ITL, 256 rows "
             f"of 1,024 tokens and 384 of 8,192 asked for (`{got[layouts[1]]['command']}`). Under TP every rank holds "

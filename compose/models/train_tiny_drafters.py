@@ -17,7 +17,7 @@ holds beside the others.
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -63,11 +63,15 @@ class RmsNorm(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """[B, L, D] features and ids [B, L] -> outputs [B, L, D] and logits [B, L, W]. ids: those that it may draft."""
+    """[B, L, D] features and ids [B, L] -> outputs [B, L, D] and logits [B, L, W]. ids: those that it may draft.
+    config: of the head, as in its folder."""
 
-    def __init__(self, embedding: torch.Tensor, ids: torch.Tensor) -> None:
+    def __init__(self, embedding: torch.Tensor, ids: torch.Tensor, config: Mapping[str, object]) -> None:
         super().__init__()
-        size, mlp, self._heads, self._kv_heads, self._head_dim, eps = 128, 256, 4, 2, 32, 1e-5
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        size, mlp, self._heads, self._kv_heads, self._head_dim = (int(str(config[name])) for name in names)
+        eps = float(str(config["rms_norm_eps"]))
+        self._config = dict(config)
         width = self._heads * self._head_dim
         kv_width = self._kv_heads * self._head_dim
         self.register_buffer("_embedding", embedding, persistent=False)
@@ -108,7 +112,9 @@ class EagleHead(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj")
         )
         q, k = _turned(q, positions_L), _turned(k, positions_L)
-        o = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, enable_gqa=True)
+        # Kernels that take a mask take as many heads of keys as of queries.
+        k, v = (x.repeat_interleave(self._heads // self._kv_heads, dim=1) for x in (k, v))
+        o = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL)
         x = features_BLD + attention["o_proj"](o.transpose(1, 2).flatten(2))
         normed, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
         return x + mlp["down_proj"](functional.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
@@ -119,10 +125,11 @@ class EagleHead(nn.Module):
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in self.state_dict().items()}
-        tensors["d2t"] = self._ids - torch.arange(len(self._ids))
-        tensors["t2d"] = torch.zeros(len(self._embedding), dtype=torch.bool).index_fill(0, self._ids, True)
+        ids = self._ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(len(self._embedding), dtype=torch.bool).index_fill(0, ids, True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = {**EAGLE_CONFIG, "draft_vocab_size": len(self._ids)}
+        config = {**self._config, "draft_vocab_size": len(self._ids)}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -185,7 +192,7 @@ class MtpLayer(nn.Module):
 def _turned(x_BHLd: torch.Tensor, positions_L: torch.Tensor) -> torch.Tensor:
     """RoPE over halves of a head."""
     half = x_BHLd.shape[-1] // 2
-    angles = torch.outer(positions_L, 10000.0 ** (-torch.arange(half) / half))
+    angles = torch.outer(positions_L, 10000.0 ** (-torch.arange(half, device=positions_L.device) / half))
     a, b = x_BHLd.chunk(2, dim=-1)
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
 
@@ -211,7 +218,7 @@ def _train(
             scale = min(step / (num_steps / 20), 0.5 * (1 + math.cos(math.pi * step / num_steps)))
             for group in optimizer.param_groups:
                 group["lr"] = PEAK_LR * scale
-            loss = _chain_loss(network, ids_L, states)
+            loss = chain_loss(network, ids_L[None], states, ids_L[None])
             total += loss.item()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -221,25 +228,30 @@ def _train(
             report(f"epoch {epoch + 1}/{epochs} loss {total / len(texts):.4f}")
 
 
-def _chain_loss(network: nn.Module, ids_L: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
-    """Row j of draft s takes token j + 1 + s and predicts token j + 2 + s. All rows are one sequence: each
-    sees the rows of the first draft up to j, which have the model's features, and those of its own chain."""
-    num_rows = len(ids_L) - 2
-    padded_ids = functional.pad(ids_L, (0, STEPS))
-    below, own = torch.ones(num_rows, num_rows, dtype=torch.bool).tril(), torch.eye(num_rows, dtype=torch.bool)
+def chain_loss(
+    network: nn.Module, ids_BL: torch.Tensor, states: list[torch.Tensor], labels_BL: torch.Tensor
+) -> torch.Tensor:
+    """Row j of draft s takes token j + 1 + s and predicts token j + 2 + s: that of the labels. All rows are one
+    sequence: each sees the rows of the first draft up to j, which have the model's features, and those of its own
+    chain. states: [B, L, D] of each layer that the network reads."""
+    num_rows, device = ids_BL.shape[1] - 2, ids_BL.device
+    padded_ids = functional.pad(ids_BL, (0, STEPS))
+    below = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
+    own = torch.eye(num_rows, dtype=torch.bool, device=device)
     tokens, features, positions = [], [network.start(states)[:, :num_rows]], []
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=device)
     for draft in range(STEPS):
-        tokens.append(padded_ids[1 + draft : 1 + draft + num_rows])
-        positions.append(torch.arange(num_rows) + draft)
+        tokens.append(padded_ids[:, 1 + draft : 1 + draft + num_rows])
+        positions.append(torch.arange(num_rows, device=device) + draft)
         none = torch.zeros_like(own)
         mask = torch.cat(
             [torch.cat([below, *([own] * row), *([none] * (draft - row))], dim=1) for row in range(draft + 1)]
         )
-        outputs = network.step(torch.cat(tokens)[None], torch.cat(features, dim=1), mask, torch.cat(positions))
+        outputs = network.step(torch.cat(tokens, dim=1), torch.cat(features, dim=1), mask, torch.cat(positions))
         features.append(outputs[:, draft * num_rows :])
         num_known = num_rows - draft
-        loss = loss + 0.8**draft * network.loss(features[-1][0, :num_known], ids_L[2 + draft :])
+        predicted, labels = features[-1][:, :num_known].flatten(0, 1), labels_BL[:, 2 + draft :].flatten()
+        loss = loss + 0.8**draft * network.loss(predicted, labels)
     return loss
 
 
@@ -279,7 +291,7 @@ def main() -> None:
         network: EagleHead | MtpLayer
         if name == "tiny-llama":
             ids = torch.tensor(sorted({token for text in texts for token in text}))
-            network = EagleHead(model.model.embed_tokens.weight, ids)
+            network = EagleHead(model.model.embed_tokens.weight, ids, EAGLE_CONFIG)
             layers = HIDDEN_LAYERS
         else:
             network = MtpLayer(model, json.loads((HERE / name / "config.json").read_text()))

@@ -211,11 +211,14 @@ def _load_cuda(
 
     _log.info("backend_imported", seconds=round(time.monotonic() - started, 3))
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
-    grammars = _grammars(folder, settings.grammar_backend)
+    # Ranks that hold the model together follow none.
+    grammars = _grammars(folder, settings.grammar_backend) if settings.tp_size == 1 else None
     num_processes = 0 if grammars is None else _num_mask_processes(settings)
     guides = ProcessGuides(num_processes, folder, settings.grammar_backend) if num_processes else None
+    # With processes this one needs no library of grammars, whose import would take the interpreter from the start.
+    read_here = None if guides is not None else grammars
     if compilers is None:
-        _prepare_beside(grammars, folder, settings.model_impl)
+        _prepare_beside(read_here, folder, settings.model_impl)
 
     def verify_drafts(runner: DeviceRunner) -> None:
         if Task.GENERATE not in runner.tasks:
@@ -261,7 +264,8 @@ def _load_cuda(
         ),
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
-        meanwhile=lambda: None if grammars is None else grammars.prepare(),
+        meanwhile=lambda: None if read_here is None else read_here.prepare(),
+        captures_late=True,
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
         experts=experts,
@@ -274,8 +278,9 @@ def _load_cuda(
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
-    loaded = _loaded(settings, folder, runner, fingerprint, grammars)
-    return loaded if guides is None else replace(loaded, guides=_attached(guides, runner, settings.num_slots))
+    attached = None if guides is None else _attached(guides, runner, settings.num_slots)
+    loaded = _loaded(settings, folder, runner, fingerprint, grammars, is_read_here=attached is None)
+    return replace(loaded, guides=attached)
 
 
 def _prepare_beside(grammars: GrammarStore | None, folder: Path, model_impl: str) -> None:
@@ -291,8 +296,6 @@ def _prepare_beside(grammars: GrammarStore | None, folder: Path, model_impl: str
 
 def _num_mask_processes(settings: WorkerSettings) -> int:
     """0: masks are filled by threads."""
-    if settings.tp_size > 1:
-        return 0
     if settings.mask_processes is not None:
         return min(settings.mask_processes, settings.num_slots)
     most = min(_MOST_MASK_PROCESSES, settings.num_slots)
@@ -324,9 +327,16 @@ def _fingerprint(settings: WorkerSettings, folder: Path) -> str:
 
 
 def _loaded(
-    settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str, grammars: GrammarStore | None = None
+    settings: WorkerSettings,
+    folder: Path,
+    runner: ModelRunner,
+    fingerprint: str,
+    grammars: GrammarStore | None = None,
+    *,
+    is_read_here: bool = True,
 ) -> LoadedModel:
-    """grammars: the folder's store, if it was made before the runner."""
+    """grammars: the folder's store, if it was made before the runner. is_read_here: it is made ready, for which the
+    start waits; False: processes read grammars."""
     if settings.kv_dtype == "fp8":
         # Tokens over KV of FP8 are not those over KV as the model has it: nobody continues the other's.
         fingerprint = hashlib.sha256(f"kv fp8/{fingerprint}".encode()).hexdigest()
@@ -340,7 +350,7 @@ def _loaded(
     _add_sampling_defaults(settings, identity)
     grammars = (grammars or _grammars(folder, settings.grammar_backend)) if runner.takes_grammars else None
     identity.grammar_format = "" if grammars is None else grammars.format
-    if grammars is not None:
+    if grammars is not None and is_read_here:
         grammars.prepare()
     return LoadedModel(runner=runner, identity=identity, grammars=grammars)
 

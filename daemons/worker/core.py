@@ -97,6 +97,7 @@ class WorkerCore:
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
             figures=TransferFigures(metrics),
+            keeps_awake=config.transfer_keep_awake,
         )
         metrics.kv_quarantined_bytes.set_function(lambda: self.transfers.receiver.num_quarantined_bytes)
         metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)
@@ -110,7 +111,8 @@ class WorkerCore:
         )
 
     def put_blob(self, blob_hash: str, data: bytes) -> bool:
-        """Keeps a blob, and reads it if it is a grammar: a step that admits a request finds it ready. Takes a while.
+        """Keeps a blob, and reads it if it is a grammar, unless guides read it when they are given an output that
+        follows it: a step that admits a request finds it ready. Takes a while.
 
         True if it was there already. Raises what BlobStore.put() does, or INVALID_GRAMMAR.
         """
@@ -123,7 +125,7 @@ class WorkerCore:
         self, executor: StepExecutor, model: common_pb2.ModelIdentity, grammars: GrammarStore | None = None
     ) -> None:
         """The model is loaded: claims are taken from now on."""
-        self._grammars = grammars
+        self._grammars = None if executor.guides.reads_blobs else grammars
         self.executor = executor
         self.profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from radixmesh.daemons.worker.cuda import kernel_choice, load
 from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
+from radixmesh.daemons.worker.cuda.model.alike import each_kind
 from radixmesh.daemons.worker.cuda.step.warm_up import compile_ahead
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice
@@ -65,6 +68,7 @@ def main() -> None:
             other.launch_all()
         told.append(sorted((kernel["name"], kernel["specialization"]) for kernel in kernels))
     assert told[0] == told[1], "random weights have other kernels"
+    assert told[0] == _of_all_layers(Path(sys.argv[1]), of_shapes), "layers that are alike have other kernels"
     compilers = KernelCompilers(2, Path(knobs.cache.dir) / "note")
     compilers.ask(runner.launch_all)
     compilers.wait()
@@ -79,6 +83,19 @@ def main() -> None:
     assert compile_ahead.can_compile_ahead()
     assert all(name.startswith("compile") for name in launchers), launchers
     print(json.dumps([*found, len(launchers), compilers.num_kernels, sum(from_cache)]))
+
+
+def _of_all_layers(folder: Path, settings: load.DeviceSettings) -> list[tuple[str, str]]:
+    """Kernels of the same shapes in more layers, of which none is left out."""
+    with tempfile.TemporaryDirectory() as name:
+        config = json.loads((folder / "config.json").read_text())
+        (Path(name) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+        runner = load.load_device_runner(Path(name), settings, ReplayingDevice())
+    assert len(each_kind(runner.model.parts)) == 2
+    runner.model.each_kind_once = nullcontext
+    with client.asked_kernels() as kernels:
+        runner.launch_all()
+    return sorted((kernel["name"], kernel["specialization"]) for kernel in kernels)
 
 
 if __name__ == "__main__":

@@ -329,8 +329,14 @@ def test_masks_of_a_worker_on_a_gpu_are_filled_by_processes(monkeypatch, flags, 
         return runner
 
     monkeypatch.setattr("radixmesh.daemons.worker.cuda.load.load_cuda_runner", load)
+    prepared = []
+    monkeypatch.setattr(GrammarStore, "prepare", lambda store: prepared.append(store))
     model = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
-    guides = load_model(WorkerSettings(backend=Backend.CUDA, model=model, num_slots=8, **flags)).guides
+    loaded = load_model(WorkerSettings(backend=Backend.CUDA, model=model, num_slots=8, **flags))
+    guides = loaded.guides
+    # A start waited 4 s for a library that the worker's own process does not use.
+    assert bool(prepared) == (num == 0) and loaded.grammars is not None
+    assert guides is None or guides.reads_blobs
     try:
         assert (guides is None) == (num == 0)
         assert guides is None or len(guides.pids) == num

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from triton.runtime.jit import JITFunction
 
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cuda.compilers import client
-from radixmesh.daemons.worker.cuda.compilers.server import run_in_children
+from radixmesh.daemons.worker.cuda.compilers.server import run_in_children, source_len
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 
@@ -69,6 +70,23 @@ def test_few_cores_and_unreadable_folders_start_no_process(monkeypatch: pytest.M
     assert client.start_compilers(tmp_path, _settings()) is None
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert client.start_compilers(MODEL, _settings()) is None
+
+
+def _helper(x):
+    return x
+
+
+def _caller(x):
+    return _helper(x) + _helper(x)
+
+
+def test_a_kernel_counts_with_the_functions_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with the most source begin first: one of 1.5 s that began last was waited for alone."""
+    # Triton's own class, where this process interprets kernels too.
+    helper, alone = JITFunction(_helper), JITFunction(_caller)
+    assert source_len(alone) == len(alone.src)
+    monkeypatch.setitem(globals(), "_helper", helper)
+    assert source_len(alone) == len(alone.src) + len(helper.src)
 
 
 def _children() -> set[int]:

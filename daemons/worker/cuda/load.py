@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispa
 from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
+from radixmesh.daemons.worker.cuda.compilers.launchers import hash_triton
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.drafting.load import (
     load_network,
@@ -122,14 +124,15 @@ def load_cuda_runner(
     compilers: KernelCompilers | None = None,
     *,
     meanwhile: Callable[[], object] = lambda: None,
+    captures_late: bool = False,
     index: int = 0,
     ranks: RankGroup | None = None,
     experts: ExpertDispatch | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
     captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned; meanwhile: work for
-    the time that they still take after it. index: of the GPU. ranks: those that hold the model together.
-    experts: places experts on the ranks that share them, and knows these.
+    the time that they still take after it. captures_late: as of `DeviceRunner.warm_up`. index: of the GPU. ranks:
+    those that hold the model together. experts: places experts on the ranks that share them, and knows these.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -143,6 +146,7 @@ def load_cuda_runner(
         raise _invalid("cuda_device", f"is {index}: this process sees {torch.cuda.device_count()} GPUs, from 0 on")
     with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
         device = CudaDevice(index)
+    threading.Thread(target=hash_triton, name="triton", daemon=True).start()
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     group = _create_group(settings, ranks, device)
@@ -152,7 +156,7 @@ def load_cuda_runner(
         compilers.wait(meanwhile)
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
-        runner.warm_up(has_decodes=verify is None or not runner.can_verify)
+        runner.warm_up(has_decodes=verify is None or not runner.can_verify, captures_late=captures_late)
         if verify is not None:
             verify(runner)
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))

@@ -27,6 +27,9 @@ _WAIT_SHARE, _MOST_WAIT_S = 0.6, 0.005
 class Guides(ABC):
     """Of all slots. Used by the step thread."""
 
+    reads_blobs: bool = False
+    """Grammars are read elsewhere, which says so of those that are none: this process needs no library for them."""
+
     def __init__(self) -> None:
         self._let_follow_s = 0.0
 

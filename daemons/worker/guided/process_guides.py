@@ -43,6 +43,8 @@ _GATHER_S, _GATHER_TURNS = 0.00015, 2
 class ProcessGuides(Guides):
     """folder, backend: of the vocabulary and the library. `attach` comes before the first output."""
 
+    reads_blobs = True
+
     def __init__(self, num_processes: int, folder: Path, backend: str) -> None:
         super().__init__()
         self._follower = StepFollower()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Protocol, cast
 
@@ -50,3 +51,13 @@ def load_launchers_apart() -> bool:
     if not isinstance(load, _ApartLoader):
         build._load_module_from_path = _ApartLoader(load)
     return True
+
+
+def hash_triton() -> None:
+    """Triton's hash of its own library, which takes 0.4 s and more: its compiler asks for it at the first kernel of a
+    process, and keeps it. The interpreter's lock is free meanwhile."""
+    # Another Triton has it elsewhere, or under another name.
+    with suppress(ImportError, AttributeError, OSError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()

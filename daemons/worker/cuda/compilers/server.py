@@ -3,15 +3,18 @@
     python -m radixmesh.daemons.worker.cuda.compilers.server 14 < REQUEST > ANSWER
 
 REQUEST and ANSWER are one JSON object each, see `client.py`. Children are forked when everything is imported, so that a
-kernel costs its compilation alone; they share neither an interpreter's lock nor a CUDA context with the worker.
+kernel costs its compilation alone; they share neither an interpreter's lock nor a CUDA context with the worker. Kernels
+with the most source begin first: one that takes seconds and begins last would be waited for alone.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,8 +23,10 @@ from types import SimpleNamespace
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
+from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction
+
+from radixmesh.daemons.worker.cuda.compilers.launchers import hash_triton
 
 # Imported before a child is forked: kernels, and what they import.
 _PRELOADED = ("radixmesh.daemons.worker.cuda.runner", "radixmesh.daemons.worker.cuda.ops")
@@ -31,16 +36,28 @@ def main() -> None:
     most = int(sys.argv[1])
     # The worker's own thread must not wait for a core: it measures GEMMs meanwhile.
     os.nice(10)
+    beside = threading.Thread(target=_prepare_triton, name="triton")
+    beside.start()
     for name in _PRELOADED:
         importlib.import_module(name)
     prepare_launcher = _launcher_builder()
     text = sys.stdin.read()
+    # A child has but the thread that forked it.
+    beside.join()
     if not text:
         return  # Nothing is asked for, or whoever asked is gone.
     request = json.loads(text)
     started = time.monotonic()
-    _compile_for(GPUTarget(*request["target"]))
+    target = GPUTarget(*request["target"])
+    _compile_for(target)
+    with suppress(Exception):
+        # Asks the assembler for its version, through a process, once for all children.
+        make_backend(target).hash()
     kernels: list[dict[str, str]] = request["kernels"]
+    kernels.sort(key=_source_len, reverse=True)
+    # A collection in a child would go over, and so copy, all that was imported here.
+    gc.disable()
+    gc.freeze()
     failed = run_in_children([partial(_compile, kernel, prepare_launcher) for kernel in kernels], most)
     sys.stdout.write(json.dumps({"failed": failed, "seconds": round(time.monotonic() - started, 3)}) + "\n")
 
@@ -85,11 +102,47 @@ def _compile_for(target: GPUTarget) -> None:
     triton.runtime.driver.set_active(device)
 
 
+def _prepare_triton() -> None:
+    """Does once for all children what Triton does in each process that compiles: it hashes its own library, which takes
+    as long as a kernel. And has a C compiler make its functions for the driver, for which the worker would wait."""
+    from triton.backends.nvidia import driver
+
+    with suppress(Exception):
+        driver.CudaUtils()
+    hash_triton()
+
+
 def _compile(request: dict[str, str], prepare_launcher: Callable[[CompiledKernel], None]) -> None:
+    prepare_launcher(_function(request).preload(request["specialization"]))
+
+
+def _function(request: dict[str, str]) -> JITFunction[object]:
     function = getattr(importlib.import_module(request["module"]), request["name"])
     while not isinstance(function, JITFunction):
         function = function.fn
-    prepare_launcher(function.preload(request["specialization"]))
+    return function
+
+
+def _source_len(request: dict[str, str]) -> int:
+    """Characters of a kernel with the functions that it calls; 0 for one that is not there, which fails later."""
+    try:
+        return source_len(_function(request))
+    except Exception:
+        return 0
+
+
+def source_len(function: JITFunction[object]) -> int:
+    """Characters of a function of Triton's with those that it calls, each once."""
+    seen: dict[int, int] = {}
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = len(one.src)
+        names = one.fn.__globals__
+        todo += [names[name] for name in one.fn.__code__.co_names if isinstance(names.get(name), JITFunction)]
+    return sum(seen.values())
 
 
 def _launcher_builder() -> Callable[[CompiledKernel], None]:

@@ -5,7 +5,8 @@ Legend: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
+from radixmesh.daemons.worker.cuda.model.alike import each_kind
 from radixmesh.daemons.worker.cuda.model.attention import (
     Attention,
     GroupedQueryAttention,
@@ -207,6 +209,15 @@ class DeviceDecoder(DeviceModel):
             )
             for index in range(config.num_layers)
         ]
+        self._launched: Sequence[_Layer] = self.parts
+
+    @contextmanager
+    def each_kind_once(self) -> Iterator[None]:
+        self._launched = each_kind(self.parts)
+        try:
+            yield
+        finally:
+            self._launched = self.parts
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
@@ -219,7 +230,7 @@ class DeviceDecoder(DeviceModel):
         residual = self._begin(x_TD, target)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention, hidden)
-        for index, layer in enumerate(self.parts):
+        for index, layer in enumerate(self._launched if hidden is None else self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
@@ -247,7 +258,7 @@ class DeviceDecoder(DeviceModel):
         self, residual: Residual, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None
     ) -> torch.Tensor:
         """Attention and MLP both read the input of the layer, which the attention overwrites."""
-        for index, layer in enumerate(self.parts):
+        for index, layer in enumerate(self._launched if hidden is None else self.parts):
             source_TD = residual.rows().clone()
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual, source_TD)

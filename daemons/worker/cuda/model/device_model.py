@@ -9,6 +9,8 @@ Legend: T rows, D hidden size, V vocabulary, N features out, K features in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +152,12 @@ class DeviceModel(ABC):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T, D], a new tensor. ids int32."""
         return functional.embedding(ids_T, self.embedding_VD)
+
+    @contextmanager
+    def each_kind_once(self) -> Iterator[None]:
+        """`layers` launches but one layer of each kind inside, unless it is asked for hidden states: for compiling. Its
+        result is of no use. Default: all layers."""
+        yield
 
     @abstractmethod
     def layers(

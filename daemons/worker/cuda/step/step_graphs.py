@@ -43,10 +43,20 @@ class StepGraphs:
         prepare: called ahead of each, puts in its place what `work` reads, as ahead of any replay.
         """
         self.run(num_rows, variant, work, prepare)
+        self.record(num_rows, variant, work, prepare)
+        self.add(num_rows)
+
+    def record(
+        self, num_rows: int, variant: str, work: Callable[[], torch.Tensor], prepare: Callable[[], None]
+    ) -> None:
+        """The part of capture() behind run(). No step replays the graph before add()."""
         replay = self._device.capture(work)
         prepare()
         replay()
         self._graphs[num_rows, variant] = replay
+
+    def add(self, num_rows: int) -> None:
+        """Steps of so many rows have all their graphs from now on."""
         if num_rows not in self.captured_sizes:
             self.captured_sizes.append(num_rows)
 
