@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.http import events_of
+from support.http import events_of, post, raw_connection
 from support.jobs import MODEL, Job, recitations, sampled_recitations
 from support.mesh import Mesh, running_mesh
 from support.rounding import model_tolerance
@@ -55,6 +55,22 @@ async def test_every_recitation_as_a_completion_whole_and_streamed(sdk: AsyncOpe
         assert [choice.finish_reason for choice in chunks if choice.finish_reason] == [answer.reason]
 
     await asyncio.gather(*map(check, TEXTS))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 3])
+async def test_the_last_finish_and_the_end_of_a_stream_come_in_one_piece(mesh: Mesh, num_outputs: int) -> None:
+    body = {"prompt": "tiger", "max_tokens": 12, "ignore_eos": True, "stream": True, "seed": 3, "n": num_outputs}
+    async with asyncio.timeout(60), raw_connection(mesh) as (reader, writer):
+        writer.write(post("/v1/completions", body, "Connection: close"))
+        rest = (await reader.read()).partition(b"\r\n\r\n")[2]
+    chunks = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        chunks.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    assert chunks[-1] == b"" and chunks[-2].endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in chunks[-2]
+    assert b"".join(chunks).count(b'"finish_reason":"length"') == num_outputs
 
 
 async def test_every_recited_chat_whole_and_streamed(sdk: AsyncOpenAI) -> None:

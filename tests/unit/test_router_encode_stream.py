@@ -145,3 +145,20 @@ async def test_a_peer_that_says_nothing_is_given_up_in_time() -> None:
         await stream.encode(request_of("a"), "", 0.01)
     assert raised.value.status == "DEADLINE_EXCEEDED"
     await stream.close()
+
+
+async def test_the_future_of_an_answer_needs_no_task_and_the_stream_says_when_it_is_known() -> None:
+    peer = Peer()
+    stream = EncodeStream(peer, "t")
+    first, second = stream.begin(request_of("a"), "trace"), stream.begin(request_of("b"), "")
+    await until(lambda: len(peer.sent) == 2)
+    assert peer.sent[0].trace_context == "trace" and not stream.has_answered
+    first.cancel()
+    for call in peer.sent:
+        peer.answers.put_nowait(answer_to(call))
+    assert (await second).items[0].ids == b"b" and stream.has_answered
+    lost = stream.begin(request_of("c"), "")
+    peer.answers.put_nowait(None)
+    with pytest.raises(MeshError) as raised:
+        await lost
+    assert raised.value.reason == ErrorReason.ERROR_REASON_NO_REPLICA

@@ -50,6 +50,18 @@ class Replica(TokenizerReplica):
         pass
 
 
+class ReadyReplica(Replica):
+    """One whose answers are futures."""
+
+    def __init__(self, answer: Answer, *, health: bool | None) -> None:
+        super().__init__(answer, health=health)
+        self.begun: list[asyncio.Future[pb.EncodeResponse]] = []
+
+    def begin(self, request: pb.EncodeRequest) -> asyncio.Future[pb.EncodeResponse]:
+        self.begun.append(asyncio.ensure_future(self._answer()))
+        return self.begun[-1]
+
+
 def pool_of(*replicas: Replica, wait_s: float = 10.0) -> TokenizerPool:
     pool = TokenizerPool(lambda address: replicas[int(address)], wait_s=wait_s, hedge_s=0.02, is_expected=True)
     for number in range(len(replicas)):
@@ -70,6 +82,20 @@ async def test_a_working_replica_is_asked_once_and_nobody_else_is() -> None:
     answer = await pool_of(first, second).encode(pb.EncodeRequest())
     assert (answer.tokenizer_fingerprint, first.num_asked, second.num_asked) == ("first", 1, 0)
     assert first.num_looks > 1
+
+
+async def test_a_replica_that_gives_a_future_is_asked_for_no_more() -> None:
+    replica = ReadyReplica(after(0, "future"), health=True)
+    answer = await pool_of(replica).encode(pb.EncodeRequest())
+    assert (answer.tokenizer_fingerprint, len(replica.begun), replica.num_asked) == ("future", 1, 0)
+
+
+async def test_a_future_that_does_not_come_is_passed_over_and_cancelled() -> None:
+    first, second = ReadyReplica(after(60, "first"), health=False), Replica(after(0, "second"), health=True)
+    answer = await pool_of(first, second).encode(pb.EncodeRequest())
+    assert (answer.tokenizer_fingerprint, len(first.begun), second.num_asked) == ("second", 1, 1)
+    await asyncio.wait(first.begun)
+    assert first.begun[0].cancelled()
 
 
 @pytest.mark.parametrize("health", [False, None])
