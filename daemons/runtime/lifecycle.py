@@ -202,8 +202,6 @@ def _spare_collector() -> None:
     """Modules and the model live as long as the daemon: a full collection of them costs 15 ms in mid-stream."""
     gc.collect()
     gc.freeze()
-    # Requests are freed by their reference counts; looking for cycles after every 700 objects costs 1.5% of a router.
-    gc.set_threshold(20_000, 20, 20)
 
 
 async def _announce(runtime: Runtime, settings: CommonSettings, endpoint: MetricsServer | None) -> None:
