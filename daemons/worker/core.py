@@ -97,6 +97,7 @@ class WorkerCore:
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
             figures=TransferFigures(metrics),
+            keeps_awake=config.transfer_keep_awake,
         )
         metrics.kv_quarantined_bytes.set_function(lambda: self.transfers.receiver.num_quarantined_bytes)
         metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)

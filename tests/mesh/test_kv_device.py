@@ -25,7 +25,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.worker.kv_transfer import transfers
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, Pieces
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, Pieces
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.page_io import Gathering
@@ -308,6 +308,71 @@ async def test_a_plan_may_name_pages_while_they_are_scattered_to() -> None:
         assert both.core(1).transfers.num_received == 2 and both.core(1).executor.arriving.is_empty
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_a_device_is_kept_awake_while_kv_comes_for_it(is_on: bool) -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True, transfer_keep_awake=is_on) as both:
+        await prefill(both, 0, 1)
+        region = await both.prepare()
+        assert not device_of(both, 1).awake, "nothing comes yet"
+        await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
+        await both.last_state()
+        num = len(device_of(both, 1).awake)
+        await both.commit(range(100, 100 + NUM_TOKENS))
+        assert (len(device_of(both, 1).awake) > num) is is_on
+        assert not device_of(both, 0).awake, "it computes the prompt, or has its own work"
+
+
+async def test_a_commit_is_answered_ahead_of_the_scatter_s_launch() -> None:
+    """A plan that comes behind the answer runs behind the scatter."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        token = await prefill(both, 0, 1)
+        await sent(both)
+        device, may_launch = device_of(both, 1), threading.Event()
+        scatter = device.scatter
+        device.scatter = lambda *inputs: (may_launch.wait(), scatter(*inputs))[1]  # type: ignore[method-assign]
+        answer = await both.commit(range(100, 100 + NUM_TOKENS), takes_scattering=True)
+        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING and not device.num_scattered
+        await _plan(both, **_behind_the_kv())
+        result = asyncio.ensure_future(both.clients[1].result())
+        await asyncio.sleep(0.05)
+        assert not result.done()
+        may_launch.set()
+        assert (await result).ids.tolist() == [token]
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+
+
+async def test_plans_are_refused_where_a_scatter_fails_behind_its_answer() -> None:
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        device = device_of(both, 1)
+
+        def broken(*inputs: object) -> Copied:
+            raise RuntimeError("no launch")
+
+        device.scatter = broken  # type: ignore[method-assign]
+        answer = await both.commit(range(100, 100 + NUM_TOKENS), takes_scattering=True)
+        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING
+        await _plan(both, **_behind_the_kv())
+        refusal = await both.clients[1].refusal()
+        assert refusal.error.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+        assert not both.core(1).executor.records.filled[100 : 100 + NUM_TOKENS].any()
+
+
+@pytest.mark.parametrize("changes", [{"generation": 2}, {"ids": [1 << 30] * NUM_TOKENS}])
+async def test_what_is_wrong_with_a_commit_is_its_answer(changes: dict[str, Any]) -> None:
+    """Nobody is told that plans may name the pages."""
+    async with pair(transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 1)
+        await sent(both)
+        answer = await both.commit(range(100, 100 + NUM_TOKENS), takes_scattering=True, **changes)
+        assert answer.state == worker_pb2.TRANSFER_STATE_FAILED and answer.failure == Failure.PAGES
+        executor = both.core(1).executor
+        assert executor.arriving.is_empty and executor.arriving.error is None
+        await until(lambda: not both.core(1).transfers.staging.num_bytes)
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 async def test_what_turns_out_unsound_behind_its_answer_is_in_no_result(is_named: bool) -> None:
     async with pair(transfer_transport=DEVICE, has_devices=True) as both:
@@ -317,7 +382,8 @@ async def test_what_turns_out_unsound_behind_its_answer_is_in_no_result(is_named
         piece = both.core(1).transfers.receiver.get("t").written
         device.lands.clear()
         answer = await both.commit(target, takes_scattering=True)
-        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING and executor.records.filled[list(target)].all()
+        assert answer.state == worker_pb2.TRANSFER_STATE_SCATTERING
+        await until(lambda: bool(executor.records.filled[list(target)].all()))
         if is_named:
             await _plan(both, **_behind_the_kv())
         device.write(piece.address, bytes([device.read(piece.address, 1)[0] ^ 1]))

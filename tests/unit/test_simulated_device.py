@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from support.lagging import LaggingWorld
 from support.plans import ALPHABET, VOCAB_SIZE, admit, as_ints, chunk, grant
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import WHOLE_KV
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, begin_scatter
+from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, begin_scatter, may_scatter
 from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
@@ -45,7 +47,7 @@ def prompt_plan(step_id: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch=epoch, step_id=step_id, admits=(admit(0, PROMPT),), grants=(pages,), chunks=chunks)
 
 
-def scattering(executor: StepExecutor, kv: bytes) -> tuple[StepHandle[tuple[Failure, float]], int]:
+def scattering(executor: StepExecutor, kv: bytes, generation: int = 1) -> tuple[StepHandle[tuple[Failure, float]], int]:
     """A scatter of the prompt's first 16 tokens to pages 40 to 55, and the address of its region."""
     device = executor.runner.kv_device
     assert device is not None
@@ -53,8 +55,8 @@ def scattering(executor: StepExecutor, kv: bytes) -> tuple[StepHandle[tuple[Fail
     address = device.allocate(len(body))
     device.write(address, body)
     target = Target(
-        pages=as_ints(range(40, 56)), generations=as_ints([1] * 16), previous_page=-1, ids=as_ints(PROMPT[:16]),
-        namespace="",
+        pages=as_ints(range(40, 56)), generations=as_ints([generation] * 16), previous_page=-1,
+        ids=as_ints(PROMPT[:16]), namespace="",
     )  # fmt: skip
     part = WrittenPart(device.open(device.handle(address)), STAMP, WHOLE_KV)
     return begin_scatter(executor, target, [part], 0, may_be_named=True), part.memory.address
@@ -92,6 +94,44 @@ def test_a_step_that_reads_what_is_scattered_waits_for_it_and_others_do_not() ->
     # A row of the other slot, and the token that the same prompt had there.
     assert behind.ids.tolist()[-1] == first.ids[0] and len(behind.ids) == 2
     assert executor.arriving.is_empty and handle.result()[0] is Failure.NONE
+
+
+def test_a_scatter_to_pages_that_another_one_still_writes_to_waits_for_that() -> None:
+    """The request that the first was for has left; its pages are another's before the copy was looked at."""
+    executor = executor_of()
+    executor.begin_epoch(1)
+    executor.launch(prompt_plan(1)).result()
+    kv = executor.runner.read_kv(as_ints(range(16))).tobytes()
+    first, _ = scattering(executor, kv)
+    assert not first.is_done
+    second, _ = scattering(executor, kv, generation=2)
+    assert first.is_done and first.result()[0] is Failure.NONE
+    assert second.result()[0] is Failure.NONE and executor.arriving.error is None and executor.arriving.is_empty
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_scatter_that_may_not_be_is_known_ahead_and_ends_the_epoch_if_it_was_promised(generation: int) -> None:
+    executor = executor_of()
+    executor.begin_epoch(1)
+    target = Target(
+        pages=as_ints(range(40, 56)), generations=as_ints([generation] * 16), previous_page=-1,
+        ids=as_ints(PROMPT[:16]), namespace="",
+    )  # fmt: skip
+    assert may_scatter(executor, target, [WHOLE_KV]) is (generation == 1)
+    assert not may_scatter(executor, replace(target, pages=as_ints([40] * 16)), [WHOLE_KV])
+    assert not may_scatter(executor, replace(target, ids=target.ids[:15]), [WHOLE_KV])
+    assert not may_scatter(executor, replace(target, ids=target.ids - 100), [WHOLE_KV])
+    assert not may_scatter(executor, target, [])
+    handle, _ = scattering(executor, bytes(16 * executor.runner.kv_token_bytes), generation)
+    if generation == 1:
+        assert handle.result()[0] is Failure.NONE and executor.arriving.error is None
+        return
+    assert handle.is_done and handle.result()[0] is Failure.PAGES
+    with pytest.raises(MeshError) as refused:
+        executor.launch(prompt_plan(1))
+    assert refused.value.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED
+    executor.begin_epoch(2)
+    executor.launch(prompt_plan(1, epoch=2)).result()
 
 
 @pytest.mark.parametrize("has_next", [False, True])

@@ -140,14 +140,40 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
     return _finish(executor, target, parts)
 
 
+def may_scatter(executor: StepExecutor, target: Target, shares: Sequence[KvShare]) -> bool:
+    """True if scatter() of parts of these heads will find nothing wrong with its target, as long as no plan uses the
+    pages meanwhile."""
+    granted = executor.records.generations
+    return (
+        _are_free(executor, target)
+        and bool((granted[target.pages] + 1 == target.generations).all())
+        and _fits(executor, target, shares)
+    )
+
+
 def begin_scatter(
     executor: StepExecutor, target: Target, parts: Sequence[WrittenPart], after_step: int, *, may_be_named: bool = False
 ) -> StepHandle[tuple[Failure, float]]:
     """As scatter(), of regions in memory of the device or of the host, beside steps later than `after_step`. Also the
-    device time that it took, in seconds. may_be_named: plans may use the pages once this has returned, unless the
-    handle is done: then its result says so."""
-    if failure := _grant(executor, target, parts):
-        return StepHandle.of((failure, 0.0))
+    device time that it took, in seconds. may_be_named: plans that come behind this may use the pages, whatever becomes
+    of it: they are refused where it fails."""
+    try:
+        handle = _begin_scatter(executor, target, parts, after_step, may_be_named=may_be_named)
+    except BaseException:
+        if may_be_named:
+            executor.arriving.failed()
+        raise
+    if may_be_named and handle is None:
+        executor.arriving.failed()
+    return StepHandle.of((Failure.PAGES, 0.0)) if handle is None else handle
+
+
+def _begin_scatter(
+    executor: StepExecutor, target: Target, parts: Sequence[WrittenPart], after_step: int, *, may_be_named: bool
+) -> StepHandle[tuple[Failure, float]] | None:
+    """None: the pages, or what is to go there, are not what the caller takes them for."""
+    if _grant(executor, target, parts):
+        return None
     device, num_tokens = executor.runner.kv_device, len(target.ids)
     assert device is not None
     # Loads from the host wait for steps, not for this.
@@ -197,11 +223,10 @@ def begin_scatter(
 
 def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
     """Grants the pages. NONE: the parts may be copied to them."""
-    records, runner, size = executor.records, executor.runner, executor.limits.page_size
-    pages, num_tokens = target.pages, len(target.ids)
-    is_known = -1 <= target.previous_page < executor.limits.num_pages
-    if not is_known or not _are_pages(executor, pages) or (executor.table.page_users[pages] > 0).any():
+    records, pages = executor.records, target.pages
+    if not _are_free(executor, target):
         return Failure.PAGES
+    executor.arriving.granted(pages)
     if executor.host is not None:
         executor.host.written_beside(pages)
     executor.overwritten(pages)
@@ -212,11 +237,23 @@ def _grant(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart])
         namespaces=[target.namespace],
         weights_version=executor.weights_version,
     )
-    if (records.generations[pages] != target.generations).any() or num_tokens != len(pages) * size:
-        return Failure.PAGES
-    if ((target.ids < 0) | (target.ids >= executor.limits.vocab_size)).any():
-        return Failure.PAGES
-    return Failure.NONE if _are_all_heads(runner.kv_share, parts) else Failure.PAGES
+    is_same = bool((records.generations[pages] == target.generations).all())
+    is_sound = is_same and _fits(executor, target, [part.share for part in parts])
+    return Failure.NONE if is_sound else Failure.PAGES
+
+
+def _are_free(executor: StepExecutor, target: Target) -> bool:
+    """True if the pages are some of the pool that no slot has."""
+    is_known = -1 <= target.previous_page < executor.limits.num_pages
+    return is_known and _are_pages(executor, target.pages) and not executor.table.page_users[target.pages].any()
+
+
+def _fits(executor: StepExecutor, target: Target, shares: Sequence[KvShare]) -> bool:
+    """True if the tokens fill the pages, are of the vocabulary, and come with all heads."""
+    ids, limits = target.ids, executor.limits
+    if len(ids) != len(target.pages) * limits.page_size or int(ids.min()) < 0 or int(ids.max()) >= limits.vocab_size:
+        return False
+    return _are_all_heads(executor.runner.kv_share, shares)
 
 
 def _write(runner: ModelRunner, pages: IntArray, num_tokens: int, memory: ByteArray, share: KvShare) -> None:
@@ -250,13 +287,13 @@ def _has_stamps(runner: ModelRunner, part: WrittenPart) -> bool:
     return all(device.read(address, STAMP_BYTES) == stamp for address in (memory.address, tail))
 
 
-def _are_all_heads(share: KvShare, parts: Sequence[WrittenPart]) -> bool:
+def _are_all_heads(share: KvShare, parts: Sequence[KvShare]) -> bool:
     """True if they bring each head of a rank, once."""
     start = share.start
-    for part in sorted(parts, key=lambda part: part.share):
-        if part.share.start != start or not share.has(part.share):
+    for part in sorted(parts):
+        if part.start != start or not share.has(part):
             return False
-        start = part.share.stop
+        start = part.stop
     return start == share.stop
 
 
@@ -275,7 +312,8 @@ def _are_pages(executor: StepExecutor, pages: IntArray) -> bool:
     """True for at least one page, each of the pool and named once."""
     if not len(pages) or int(pages.min()) < 0 or int(pages.max()) >= executor.limits.num_pages:
         return False
-    return len(np.unique(pages)) == len(pages)
+    ordered = np.sort(pages)
+    return not bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _conflict(message: str) -> MeshError:

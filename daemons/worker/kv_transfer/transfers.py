@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.kv_transfer.page_io import (
     begin_gather,
     begin_scatter,
     gather,
+    may_scatter,
     scatter,
 )
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
@@ -46,19 +47,22 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.0005
+# From one chunk of a prompt to the next, and from the last one to the first step behind it.
+_AWAKE_S = 0.25
 _MOST_NAMED = 64
 
 
 class Start(Protocol):
     """As StepQueue.start()."""
 
-    def __call__(self, job: Callable[[], T], /) -> Awaitable[T]: ...
+    def __call__(self, job: Callable[[], T], /) -> asyncio.Future[T]: ...
 
 
 class KvTransfers:
     """run: runs a job on the step thread, behind all steps that were received, when these are over. start: runs one
     there behind them that does not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
-    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
+    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received.
+    keeps_awake: the runner's device, while KV comes."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class KvTransfers:
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
         figures: TransferFigures | None = None,
+        keeps_awake: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance_id = instance_id
@@ -80,6 +85,7 @@ class KvTransfers:
         self._check_holder = check_holder
         self._received_step = received_step
         self._figures = figures or TransferFigures()
+        self._keeps_awake = keeps_awake
         self._clock = clock
         self.staging = StagingPool(staging_bytes)
         new_memory = RegionMemory if transport is None else transport.new_memory
@@ -260,6 +266,7 @@ class KvTransfers:
             self.receiver.get(name) for name in dict.fromkeys((request.transfer_id, *request.other_transfer_ids))
         ]
         _trace("kv_commit_asked", request.transfer_id)
+        self._stay_awake()
         executor = self._executor
         assert executor is not None, "a region was prepared"
         target = Target(
@@ -274,23 +281,26 @@ class KvTransfers:
             message = f"pages, generations and ids are not those of {regions[0].num_tokens} tokens"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
         await self._until_received(request.after_step, request.epoch, request.instance_id)
-        # Sent ahead, so that pages are there for it when all is written.
+        # Sent ahead, so that pages are there for it when all is written, and all that can be is looked at by then.
+        may_be_named = request.takes_scattering and executor.host is None and executor.runner.kv_device is not None
+        shares = [region.part for region in regions]
+        may_be_named = may_be_named and await self._started(lambda: may_scatter(executor, target, shares))
         await self.until_written(request)
+        self._check_holder(request.epoch, request.instance_id)
         parts = self._written_parts(regions, request.epoch)
         _trace("kv_scatter_begins", request.transfer_id)
-        may_be_named = request.takes_scattering and executor.host is None
-        is_launched = asyncio.Event()
+        begun: asyncio.Future[StepHandle[tuple[Failure, float]]] | None = None
+        if any(isinstance(part.memory, DevicePiece) for part in parts):
+            # On the step thread it is ahead of all plans that are received from now on.
+            begun = self._started(
+                lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
+            )
 
         async def scattered() -> None:
             outcome, began = Failure.PAGES, self._clock()
             try:
-                if any(isinstance(part.memory, DevicePiece) for part in parts):
-                    handle = await self._started(
-                        lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
-                    )
-                    if may_be_named and not handle.is_done:
-                        is_launched.set()
-                    outcome, seconds = await self._over_on_device(handle)
+                if begun is not None:
+                    outcome, seconds = await self._over_on_device(await begun)
                     self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
                     _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
                 else:
@@ -303,14 +313,10 @@ class KvTransfers:
         scattering = asyncio.ensure_future(scattered())
         self._scattering.add(scattering)
         scattering.add_done_callback(self._scattered)
-        launched = asyncio.ensure_future(is_launched.wait())
-        try:
-            # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
-            await to_the_end(asyncio.wait((scattering, launched), return_when=asyncio.FIRST_COMPLETED))
-        finally:
-            launched.cancel()
-        if not scattering.done():
+        if begun is not None and may_be_named:
             return worker_pb2.CommitTransferResponse(state=worker_pb2.TRANSFER_STATE_SCATTERING)
+        # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
+        await to_the_end(asyncio.wait((scattering,)))
         scattering.result()
         # One that was given up while it was read has a reason of its own.
         failure = next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
@@ -368,6 +374,8 @@ class KvTransfers:
             state = ReceiveState.WRITTEN if reception.state is ReceiveState.SCATTERING else reception.state
             if (state, region.num_written, region.is_ending) != told:
                 told = state, region.num_written, region.is_ending
+                if reception.state is ReceiveState.WRITING:
+                    self._stay_awake()
                 yield worker_pb2.WatchTransferResponse(
                     state=int(state),  # type: ignore[arg-type]
                     failure=int(reception.failure),  # type: ignore[arg-type]
@@ -400,6 +408,12 @@ class KvTransfers:
             self._ticking.cancel()
         if self.transport is not None:
             self.transport.close()
+
+    def _stay_awake(self) -> None:
+        """KV makes progress on its way here."""
+        device = self._executor.runner.kv_device if self._executor is not None else None
+        if device is not None and self._keeps_awake:
+            device.stay_awake(_AWAKE_S)
 
     async def _done(self, job: Callable[[], T]) -> T:
         """Runs a job on the step thread when the steps before it are over."""
@@ -435,9 +449,9 @@ class KvTransfers:
         await self._scatters.until(handle.event)
         return await self._started(handle.result)
 
-    async def _started(self, job: Callable[[], T]) -> T:
+    def _started(self, job: Callable[[], T]) -> asyncio.Future[T]:
         assert self._start is not None, "a runner with a device has a step thread"
-        return await self._start(job)
+        return self._start(job)
 
     def _require_offered(self) -> worker_pb2.KvFormat:
         """Raises UNSUPPORTED where there are no transfers."""

@@ -2,7 +2,7 @@
 
 launched() --ahead_of() a plan that names its pages--> named --its step is over--> settled --stamps match--> forgotten
                                                                                      |
-                                                                                     +--> error: the epoch ends
+failed() ----------------------------------------------------------------------------+--> error: the epoch ends
 
 A step that reads the pages waits for the copy on the device. Its result leaves once the stamps were looked at, which is
 behind the copy: unsound KV is in no result. It ends the epoch, since whoever holds it may have it in other slots and in
@@ -62,8 +62,15 @@ class ArrivingKv:
         """The copy has run, and its stamps were looked at."""
         self._arriving.remove(arriving)
         if not is_sound:
-            message = "KV that came from another worker is not what it sent: claim the worker anew, and prefill again"
-            self.error = MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
+            self._fail("KV that came from another worker is not what it sent")
+
+    def failed(self) -> None:
+        """A copy whose pages plans may name by now could not be launched."""
+        self._fail("KV that came from another worker could not be copied to its pages")
+
+    def _fail(self, what: str) -> None:
+        message = f"{what}: claim the worker anew, and prefill again"
+        self.error = MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
 
     def ahead_of(self, plan: StepPlan, *, is_asynchronous: bool) -> None:
         """Orders copies ahead of a plan that uses their pages. Raises TRANSFER_FAILED where there is an error.
@@ -83,6 +90,12 @@ class ArrivingKv:
                     arriving.is_named = True
         if self.error is not None:
             raise self.error
+
+    def granted(self, pages: IntArray) -> None:
+        """Pages are about to be granted by no plan: waits for copies to them, which would find them another's."""
+        for arriving in tuple(self._arriving):
+            if _meet(arriving.pages, pages):
+                arriving.copying.result()
 
     def settle(self) -> None:
         """A step is over that may have read what was named before its launch."""

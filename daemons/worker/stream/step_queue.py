@@ -92,9 +92,9 @@ class StepQueue:
 
         return await self.start(after_all)
 
-    async def start(self, job: Callable[[], T]) -> T:
-        """Runs `job` behind all that was queued before, whose steps may still run on the device; its result or
-        exception."""
+    def start(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs `job` behind all that was queued before this call, whose steps may still run on the device, and ahead of
+        all that is queued after it; its result or exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -107,7 +107,7 @@ class StepQueue:
             _call_on(loop, _succeed, (done, result))
 
         self._jobs.put(run)
-        return await done
+        return done
 
     def close(self) -> None:
         """No further jobs run once those queued have."""
