@@ -33,7 +33,7 @@ _PRELOADED = ("radixmesh.daemons.worker.cuda.runner", "radixmesh.daemons.worker.
 
 
 def main() -> None:
-    most = int(sys.argv[1])
+    most, began = int(sys.argv[1]), time.monotonic()
     # The worker's own thread must not wait for a core: it measures GEMMs meanwhile.
     os.nice(10)
     beside = threading.Thread(target=_prepare_triton, name="triton")
@@ -41,6 +41,7 @@ def main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     prepare_launcher = _launcher_builder()
+    imported = time.monotonic() - began
     text = sys.stdin.read()
     # A child has but the thread that forked it.
     beside.join()
@@ -59,7 +60,9 @@ def main() -> None:
     gc.disable()
     gc.freeze()
     failed = run_in_children([partial(_compile, kernel, prepare_launcher) for kernel in kernels], most)
-    sys.stdout.write(json.dumps({"failed": failed, "seconds": round(time.monotonic() - started, 3)}) + "\n")
+    seconds = round(time.monotonic() - started, 3)
+    answer = {"failed": failed, "imported_s": round(imported, 3), "seconds": seconds}
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 def run_in_children(tasks: Sequence[Callable[[], None]], most: int) -> int:
