@@ -175,7 +175,19 @@ def starts(_: Mapping[str, Any]) -> list[str]:
         ),
         "",
         *table(["phase", *names], rows),
+        "",
+        wrapped(_daemon_start(got["daemons"])),
     ]
+
+
+def _daemon_start(got: Mapping[str, Any]) -> str:
+    cold, warm = (got["starts"][name] for name in ("cold 1", "warm 1"))
+    phases = ", ".join(f"{phase['event']} {phase['at_s']:.1f}" for phase in cold["phases"] if "seconds" in phase)
+    return (
+        f"The whole daemon, mask processes included, commit {got['commit']} (`{got['command']}`): it serves "
+        f"{cold['serving_s']:.1f} s after an empty start and {warm['serving_s']:.1f} with warm caches. Ends of phases "
+        f"of the empty one, by their events in the log: {phases}. What has changed since has run on no GPU."
+    )
 
 
 def serving(_: Mapping[str, Any]) -> list[str]:

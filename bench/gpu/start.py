@@ -5,14 +5,17 @@
 
 The folder has a tokenizer of 128,000 tokens, which a worker's grammars need. Without --weights these are made up on the
 GPU: what reading them takes comes on top. at_s: since the process was started; a phase's line of the log comes at its
-end. serving_s: until health says so. cold: caches of Triton, of GEMMs and of their choices are new folders. Python's
-own caches of modules, and the system's of files, are as they were.
+end. serving_s: until health says so. cold: caches of Triton, of GEMMs and of their choices are new folders. Modules
+are compiled to bytecode ahead, as pip does with what it installs: where PYTHONDONTWRITEBYTECODE is set, every process
+would compile a tree of sources again. The system's cache of files is as it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import compileall
+import importlib.util
 import itertools
 import json
 import os
@@ -20,6 +23,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -39,10 +43,15 @@ from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.ranks.group import LocalGroup
 
 _NUM_TOKENS = 128_000
+_PACKAGES = (
+    *("radixmesh", "torch", "torchgen", "triton", "numpy", "grpc", "google", "transformers", "huggingface_hub"),
+    *("xgrammar", "tvm_ffi", "pydantic", "tokenizers", "safetensors"),
+)
 
 
 async def main() -> None:
     args = _parse()
+    compiled = compile_modules(_PACKAGES)
     with tempfile.TemporaryDirectory(prefix="start") as name:
         root = Path(name)
         model = write_shape(args.shape, root)
@@ -65,6 +74,7 @@ async def main() -> None:
         "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "shape": args.shape,
+        "compiled_to_bytecode": compiled,
         "starts": starts,
     }
     print(json.dumps(result, indent=1))
@@ -96,6 +106,24 @@ async def _start(model: Path, folder: Path, args: argparse.Namespace) -> dict[st
 def _phase(line: dict[str, object]) -> dict[str, object]:
     """A line of the log, without lists of what was chosen."""
     return {key: value for key, value in short_line(line).items() if not isinstance(value, dict | list)}
+
+
+def compile_modules(packages: Sequence[str]) -> list[str]:
+    """Compiles the modules of packages that have no bytecode; their names. A folder that cannot be written stays as it
+    is."""
+    compiled = []
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+        # Folders of this tree are links to those of the sources, into which compileall does not go.
+        folders = [folder.resolve() for root in roots for folder in (root, *root.iterdir()) if folder.is_dir()]
+        sources = [path for folder in folders for path in folder.glob("*.py")]
+        if all(Path(importlib.util.cache_from_source(str(path))).exists() for path in sources):
+            continue
+        for folder in folders:
+            compileall.compile_dir(folder, maxlevels=32, quiet=2, workers=0)
+        compiled.append(name)
+    return compiled
 
 
 def write_tokenizer(folder: Path, num_tokens: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,9 +208,10 @@ def _load_cuda(
     compilers = start_compilers(folder, settings) if is_alone else None
     make_context_beside(settings.cuda_device)
     started = time.monotonic()
-    from radixmesh.daemons.worker.collectives.rank_group import RankGroup
-    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
-    from radixmesh.daemons.worker.cuda.memory import fitting
+    with kept_imports():
+        from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+        from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+        from radixmesh.daemons.worker.cuda.memory import fitting
 
     _log.info("backend_imported", seconds=round(time.monotonic() - started, 3))
     speculation, num_forced = settings.speculation, settings.jump_forward_tokens
@@ -281,6 +285,21 @@ def _load_cuda(
     attached = None if guides is None else _attached(guides, runner, settings.num_slots)
     loaded = _loaded(settings, folder, runner, fingerprint, grammars, is_read_here=attached is None)
     return replace(loaded, guides=attached)
+
+
+@contextmanager
+def kept_imports() -> Iterator[None]:
+    """Around the first import of torch: the garbage collector rests, which would take a fifth of the time, and passes
+    over what is there from then on. Nearly all of it stays for as long as the process does."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    gc.freeze()
 
 
 def _prepare_beside(grammars: GrammarStore | None, folder: Path, model_impl: str) -> None:

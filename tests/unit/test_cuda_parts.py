@@ -1,5 +1,7 @@
 """The GPU worker's parts that need no GPU: tables by slot, times, what is said when memory does not suffice."""
 
+import subprocess
+import sys
 import threading
 from collections import deque
 from dataclasses import replace
@@ -361,6 +363,26 @@ def test_grammars_are_made_ready_while_weights_are_read(monkeypatch):
     with pytest.raises(MeshError, match="no weights"):
         load_model(WorkerSettings(backend=Backend.CUDA, model=model, mask_processes=0))
     assert was_ready == [True]
+
+
+_IMPORTS = """
+import gc, sys
+from radixmesh.daemons.worker.backends import kept_imports
+assert "torch" not in sys.modules
+with kept_imports():
+    assert not gc.isenabled()
+    import torch
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen > 100_000, frozen
+with kept_imports():
+    assert gc.isenabled()
+"""
+
+
+def test_the_collector_rests_while_torch_is_imported_for_the_first_time():
+    """It took a fifth of the imports, and a quarter of a second of each collection behind them."""
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_makes_its_context_while_it_imports_torch(monkeypatch):

@@ -98,6 +98,7 @@ class KernelCompilers:
         """Has the kernels that `launch_all` launches compiled; none of them is run. Raises what it raises."""
         from triton.runtime import driver
 
+        started = time.monotonic()
         with asked_kernels() as kernels:
             launch_all()
         target = driver.active.get_current_target()
@@ -108,6 +109,7 @@ class KernelCompilers:
             target=self._talk, args=(json.dumps(request),), name="compilers", daemon=True
         )
         self._answering.start()
+        _log.info("kernels_asked", kernels=self.num_kernels, seconds=round(time.monotonic() - started, 3))
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Returns once what was asked for is compiled, or the process is gone. meanwhile: work of this process."""
