@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,8 +28,6 @@ def as_ints(values: Sequence[int] | IntArray) -> IntArray:
 
 def pack_ints(values: Sequence[int] | IntArray) -> bytes:
     """Little-endian int32 bytes of `values`."""
-    if type(values) is list:
-        return array("i", values).tobytes()  # For short lists, without an array of numpy in between.
     return np.asarray(values, dtype=_I32).tobytes()
 
 
