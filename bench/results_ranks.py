@@ -50,8 +50,8 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
             f"A prompt of {load['prompt']:,} tokens of Llama-3.1-8B's shape, computed by one GPU and decoded by the "
             f"other, one at a time (`{pair['command']}`): the first token comes {beyond['token_1']:.1f} ms later than "
             f"from a replica that does both, the second {beyond['token_2']:.1f}, medians; on two H100 with commit "
-            f"{earlier['commit']} {earlier['beyond_ms']['token_1']:.1f} and {earlier['beyond_ms']['token_2']:.1f}; with commit "
-            f"{since['commit']} {since['beyond_ms']['token_1']:.1f} and {since['beyond_ms']['token_2']:.1f}. 32 "
+            f"{earlier['commit']} {earlier['beyond_ms']['token_1']:.1f} and {earlier['beyond_ms']['token_2']:.1f}; with "
+            f"commit {since['commit']} {since['beyond_ms']['token_1']:.1f} and {since['beyond_ms']['token_2']:.1f}. 32 "
             "outputs beside prompts of 8,192 tokens, two a second, through a pair and through two replicas with "
             "chunked prefill:"
         ),
