@@ -7,9 +7,10 @@ are alike one is enough, ahead of it another one, since a layer may leave partia
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -34,6 +35,22 @@ def each_kind(layers: Sequence[Layer]) -> list[Layer]:
         found.setdefault((before, kind), layer)
         before = kind
     return list(found.values())
+
+
+class LaunchedLayers(Generic[Layer]):
+    """now: the layers that a step launches: all, but within each_kind_once()."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._all = self.now = layers
+
+    @contextmanager
+    def each_kind_once(self) -> Iterator[None]:
+        """As of each_kind()."""
+        self.now = each_kind(self._all)
+        try:
+            yield
+        finally:
+            self.now = self._all
 
 
 def _describe(value: object) -> Hashable:

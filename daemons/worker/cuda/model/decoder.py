@@ -5,8 +5,8 @@ Legend: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
-from radixmesh.daemons.worker.cuda.model.alike import each_kind
+from radixmesh.daemons.worker.cuda.model.alike import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.attention import (
     Attention,
     GroupedQueryAttention,
@@ -209,15 +209,10 @@ class DeviceDecoder(DeviceModel):
             )
             for index in range(config.num_layers)
         ]
-        self._launched: Sequence[_Layer] = self.parts
+        self._launched = LaunchedLayers(self.parts)
 
-    @contextmanager
-    def each_kind_once(self) -> Iterator[None]:
-        self._launched = each_kind(self.parts)
-        try:
-            yield
-        finally:
-            self._launched = self.parts
+    def each_kind_once(self) -> AbstractContextManager[None]:
+        return self._launched.each_kind_once()
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
@@ -230,7 +225,7 @@ class DeviceDecoder(DeviceModel):
         residual = self._begin(x_TD, target)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention, hidden)
-        for index, layer in enumerate(self._launched if hidden is None else self.parts):
+        for index, layer in enumerate(self._launched.now if hidden is None else self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
@@ -258,7 +253,7 @@ class DeviceDecoder(DeviceModel):
         self, residual: Residual, target: KvTarget, attention: StepAttention, hidden: HiddenStates | None
     ) -> torch.Tensor:
         """Attention and MLP both read the input of the layer, which the attention overwrites."""
-        for index, layer in enumerate(self._launched if hidden is None else self.parts):
+        for index, layer in enumerate(self._launched.now if hidden is None else self.parts):
             source_TD = residual.rows().clone()
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual, source_TD)

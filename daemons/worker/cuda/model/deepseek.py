@@ -5,8 +5,8 @@ Legend: T rows, D hidden size, H heads, R rank of the latents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices,
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
-from radixmesh.daemons.worker.cuda.model.alike import each_kind
+from radixmesh.daemons.worker.cuda.model.alike import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.attention import Attention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
@@ -152,15 +152,10 @@ class DeviceDeepseek(DeviceModel):
             )
             for index, (layer, matrices) in enumerate(zip(weights.layers, loaded.matrices, strict=True))
         ]
-        self._launched: Sequence[_Layer] = self.parts
+        self._launched = LaunchedLayers(self.parts)
 
-    @contextmanager
-    def each_kind_once(self) -> Iterator[None]:
-        self._launched = each_kind(self.parts)
-        try:
-            yield
-        finally:
-            self._launched = self.parts
+    def each_kind_once(self) -> AbstractContextManager[None]:
+        return self._launched.each_kind_once()
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(ids_T) if self._vocabulary is None else ids_T.clone()[:, None]
@@ -171,7 +166,7 @@ class DeviceDeepseek(DeviceModel):
         if self._shared is not None:
             self._shared.next_rows(target)
         residual = self._begin(x_TD)
-        for index, layer in enumerate(self._launched if hidden is None else self.parts):
+        for index, layer in enumerate(self._launched.now if hidden is None else self.parts):
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
             note_hidden(hidden, index, residual)
