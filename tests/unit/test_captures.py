@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,13 +16,34 @@ from radixmesh.daemons.worker.cuda.device import CudaDevice
 
 
 class _Graph:
-    """torch.cuda.CUDAGraph."""
+    """torch.cuda.CUDAGraph. modes: error modes of the captures of all graphs; num_open: that have begun only."""
+
+    modes: ClassVar[list[str]] = []
+    num_open: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self.num_replays = 0
 
+    def capture_begin(self, pool: object, *, capture_error_mode: str) -> None:
+        self.modes.append(capture_error_mode)
+        _Graph.num_open += 1
+
+    def capture_end(self) -> None:
+        _Graph.num_open -= 1
+
     def replay(self) -> None:
+        assert not _Graph.num_open
         self.num_replays += 1
+
+
+class _Stream:
+    """torch.cuda.Stream."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        assert not _Graph.num_open
 
 
 class _Runner:
@@ -35,18 +56,14 @@ class _Runner:
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Error modes of the captures."""
-    modes: list[str] = []
-
-    @contextmanager
-    def capturing(graph: _Graph, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        modes.append(capture_error_mode)
-        yield
-
+    monkeypatch.setattr(_Graph, "modes", [])
+    monkeypatch.setattr(_Graph, "num_open", 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capturing)
-    for name in ("Stream", "graph_pool_handle", "set_device"):
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name in ("graph_pool_handle", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: None)
-    return modes
+    return _Graph.modes
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -83,7 +100,7 @@ def test_the_collector_is_on_again_when_a_capture_fails(modes: list[str]) -> Non
     assert gc.isenabled()
     with pytest.raises(RuntimeError, match="no such kernel"):
         device.capture(work)
-    assert gc.isenabled()
+    assert gc.isenabled() and not _Graph.num_open
 
 
 def test_an_earlier_runner_is_gone_before_the_next_one_sizes_its_memory(modes: list[str]) -> None:

@@ -120,7 +120,7 @@ def test_a_gemm_that_the_library_refuses_is_torchs() -> None:
 def test_sizes_between_take_what_the_next_larger_one_does_when_time_is_up() -> None:
     # Two GEMMs a size: after those of 256, 128 and 64 rows time is up.
     times = lambda problem: {None: 10.0, 0: 5.0 if problem.num_rows > 64 else 20.0}  # noqa: E731
-    gemm, report = _tune(FakeCublasLt(), times, [2, 64, 65, 96, 128, 160, 256], step_s=0.34)
+    gemm, report = _tune(FakeCublasLt(), times, [2, 64, 65, 96, 128, 160, 256], step_s=0.21)
     assert (report.num_measured, report.num_left_out) == (6, 8)
     assert {num_rows for num_rows, *_ in gemm.problems} == {65, 96, 128, 160, 256}
 

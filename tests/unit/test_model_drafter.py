@@ -274,7 +274,7 @@ def test_an_eagle3_head_computes_what_the_one_that_was_trained_does() -> None:
     ids = torch.arange(len(tensors["d2t"])) + tensors.pop("d2t")
     assert tensors.pop("t2d").nonzero()[:, 0].tolist() == ids.tolist()
     embedding_VD = runner.model.weights.embedding_VD
-    head = training.EagleHead(embedding_VD, ids)
+    head = training.EagleHead(embedding_VD, ids, training.EAGLE_CONFIG)
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     tokens = np.arange(40, 70, dtype=np.int32)
     outputs: list[torch.Tensor] = []
