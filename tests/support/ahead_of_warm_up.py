@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from radixmesh.daemons.worker.cuda import kernel_choice, load
 from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
-from radixmesh.daemons.worker.cuda.model.alike import each_kind
+from radixmesh.daemons.worker.cuda.model.layer_kinds import each_kind
 from radixmesh.daemons.worker.cuda.step.warm_up import compile_ahead
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice

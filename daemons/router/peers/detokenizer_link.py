@@ -118,9 +118,8 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
 
     def mark(self, entry: Entry) -> None:
         """The output has new ids, or no more will come. The hot path: once per output and frame."""
-        if not self._dirty:
-            self._has_news.set()  # It stays set until all that is dirty is in a frame.
         self._dirty[entry.handle] = entry
+        self._has_news.set()
 
     def close_entry(self, entry: Entry) -> None:
         """The output needs no more text. The replica is told with the next frame, or by flush_closes()."""
@@ -205,7 +204,6 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         counts: list[int] = []
         ids: list[bytes] = []
         finals = bytearray()
-        num_owed = 0
         for handle in tuple(self._dirty):
             if handle in self._opens:
                 continue  # Opened by a later frame, with all ids.
@@ -225,9 +223,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             finals.append(is_final)
             entry.num_sent += count
             entry.is_final_sent = entry.is_final_sent or is_final
-            entry.num_owed += count + is_final
-            num_owed += count + is_final
-        self._num_owed += num_owed
+            self._owe(entry, count + is_final)
         if handles:
             self._watch_one(handles[0])
             frame.tokens.handles = pack_ints(handles)

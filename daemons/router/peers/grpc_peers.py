@@ -77,10 +77,8 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         except grpc.aio.InternalError as error:
             raise_if_cancelled()
             raise await self._reason() from error
-        if frame is grpc.aio.EOF:
-            raise_if_cancelled()
-            return None
-        return self._parse(cast("bytes", frame))
+        raise_if_cancelled()
+        return None if frame is grpc.aio.EOF else self._parse(cast("bytes", frame))
 
     async def close(self) -> None:
         self._call.cancel()

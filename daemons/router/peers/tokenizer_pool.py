@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from radixmesh.daemons.router.peers.tokenizer_turns import SMALL_BYTES, TokenizerTurns
+from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
@@ -170,8 +170,6 @@ class TokenizerPool(PeerPool):
             )
             metadata = {"size": str(num_bytes), "max": str(MAX_TEXT_BYTES)}
             raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, f"{message}: send less at once", metadata)
-        if num_bytes <= SMALL_BYTES:
-            return await self._ask(ask)
         async with self._turns.turn(request.tenant, num_bytes):
             return await self._ask(ask)
 

@@ -134,7 +134,7 @@ class OutputFlow:
 
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         self._metrics.output_tokens.inc(num_tokens)
-        charge = self._journal.charge
+        charge, push = self._journal.charge, self.detokenizers.push
         for output in outputs:
             request = output.request
             num_ids = len(output.ids)
@@ -145,9 +145,7 @@ class OutputFlow:
             if output.logprobs is not None:
                 charge(request, output.logprobs.take_added())
             if not request.resolved.ids_only:
-                # As DetokenizerPool.push().
-                if (entry := output.entry) is not None:
-                    entry.link.mark(entry)
+                push(output)
             else:
                 output.num_seen = num_ids
                 request.delivery.mark(output)

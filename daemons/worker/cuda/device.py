@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.clock_keeper import ClockKeeper
 from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
-from radixmesh.daemons.worker.cuda.keep_awake import KeepAwake
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.cuda.step.inputs.pinned_ring import PinnedRing
 from radixmesh.daemons.worker.step_handle import DeviceEvent
@@ -265,7 +265,7 @@ class CudaDevice(Device):
         self._idle = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._newest: CudaEvent | None = None
         # By events, and not by the stream: one that is captured must not be asked.
-        self._awake = KeepAwake(self._spin, lambda: self._newest is not None and not self._newest.is_done)
+        self._awake = ClockKeeper(self._spin, lambda: self._newest is not None and not self._newest.is_done)
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
         self._uploads: PinnedRing | None = None

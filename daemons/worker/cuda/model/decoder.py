@@ -22,7 +22,6 @@ from radixmesh.daemons.worker.cuda.experts import PlainExperts, RowExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
-from radixmesh.daemons.worker.cuda.model.alike import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.attention import (
     Attention,
     GroupedQueryAttention,
@@ -48,6 +47,7 @@ from radixmesh.daemons.worker.cuda.model.general import (
     needs_general_mlp,
 )
 from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
+from radixmesh.daemons.worker.cuda.model.layer_kinds import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, head_order, reorder, reordered, row_order
 from radixmesh.daemons.worker.cuda.model.routed_mlp import (

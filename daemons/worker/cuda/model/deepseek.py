@@ -18,7 +18,6 @@ from radixmesh.daemons.worker.cuda.fp8.deepseek_weights import DeepseekMatrices,
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual, note_hidden
-from radixmesh.daemons.worker.cuda.model.alike import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.attention import Attention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
@@ -33,6 +32,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     share_out,
 )
 from radixmesh.daemons.worker.cuda.model.half_batches import HalfBatch, Stages
+from radixmesh.daemons.worker.cuda.model.layer_kinds import LaunchedLayers
 from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, shared_out

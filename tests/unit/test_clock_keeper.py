@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from radixmesh.daemons.worker.cuda.keep_awake import KeepAwake
+from radixmesh.daemons.worker.cuda.clock_keeper import ClockKeeper
 
 
 class _Device:
@@ -36,7 +36,7 @@ def _wait(device: _Device, num_spins: int) -> None:
 
 def test_it_spins_while_work_is_expected_and_again_when_it_is_expected_again() -> None:
     device = _Device()
-    awake = KeepAwake(device.spin, device.is_busy)
+    awake = ClockKeeper(device.spin, device.is_busy)
     assert not device.num_looks, "nobody expects anything"
     for _ in range(2):
         before = device.num_spins
@@ -50,7 +50,7 @@ def test_it_spins_while_work_is_expected_and_again_when_it_is_expected_again() -
 
 def test_a_later_end_counts_whichever_was_told_first() -> None:
     device = _Device()
-    awake = KeepAwake(device.spin, device.is_busy)
+    awake = ClockKeeper(device.spin, device.is_busy)
     awake.stay(60.0)
     awake.stay(0.0)
     _wait(device, 20)
@@ -58,7 +58,7 @@ def test_a_later_end_counts_whichever_was_told_first() -> None:
 
 def test_a_device_with_work_is_left_alone() -> None:
     device = _Device(is_busy=True)
-    KeepAwake(device.spin, device.is_busy).stay(60.0)
+    ClockKeeper(device.spin, device.is_busy).stay(60.0)
     assert device.has_looked.wait(10.0)
     time.sleep(0.02)
     assert not device.num_spins
@@ -66,7 +66,7 @@ def test_a_device_with_work_is_left_alone() -> None:
 
 def test_a_device_that_is_lost_is_asked_no_more() -> None:
     device = _Device(fails_at=2)
-    awake = KeepAwake(device.spin, device.is_busy)
+    awake = ClockKeeper(device.spin, device.is_busy)
     awake.stay(60.0)
     assert device.has_failed.wait(10.0)
     awake.stay(60.0)

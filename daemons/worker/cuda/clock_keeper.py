@@ -1,7 +1,8 @@
 """Work for a device that would be idle just before it is needed.
 
-An idle GPU lowers its clocks, an H200 from 1,980 to 345 MHz, and takes milliseconds to raise them again: the first step
-behind a pause is as slow as two. A kernel of one thread is enough for the clocks to stay up.
+An idle GPU lowers its clocks, an H200 from 1,980 to 345 MHz, and takes milliseconds to raise them again. That is taken
+to be why the first step behind a pause was as slow as two in a hand-over; bench/gpu/first_step.py tells. A kernel of
+one thread should be enough for the clocks to stay up. No GPU has run it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _log = get_logger(__name__)
 _BUSY_S = 0.001
 
 
-class KeepAwake:
+class ClockKeeper:
     """spin: keeps the device busy for about a millisecond, and returns behind that. is_busy: it has work of its own.
     Both are called on one thread, which begins with the first request."""
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from radixmesh.daemons.worker.cuda.linear import PlainLinear
-from radixmesh.daemons.worker.cuda.model.alike import each_kind
+from radixmesh.daemons.worker.cuda.model.layer_kinds import each_kind
 
 
 @dataclass(frozen=True)
