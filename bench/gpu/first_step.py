@@ -5,8 +5,7 @@ prompt is computed, then decodes follow.
 
 In process: the runner is driven by hand. Medians of --times rounds. launch_ms: of the host, from the call to its
 return; first_ms: from there until the token is on the host; device_ms: of the first step and of those behind it, which
-are launched without a wait. woken: so many milliseconds ahead of the step the device copies as much as the KV of the
-prompt, as a scatter does; null: nothing runs until the step.
+are launched without a wait.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ class FirstSteps:
         self._runner, self._num_tokens = runner, num_tokens
         self._sampling = Sampling(temperature=temperature, seed=7)
         self._rng = np.random.default_rng(0)
-        num_bytes = num_tokens * runner.pool.token_bytes
-        self._kv = torch.zeros(2, num_bytes, dtype=torch.uint8, device=runner.device.torch_device)
 
-    def run(self, idle_ms: float, woken_ms: float | None) -> dict[str, list[float]]:
+    def run(self, idle_ms: float) -> dict[str, list[float]]:
         """One round, after a pause."""
         runner, length = self._runner, self._num_tokens + 64
         pages = self._rng.permutation(runner.num_pages)[: -(-length // runner.page_size)].astype(np.int32)
@@ -71,10 +68,7 @@ class FirstSteps:
             sampling=self._sampling, prompt_ids=prompt, output_ids=first, position=self._num_tokens + 1
         )
         segment = Segment(slot=0, ids=first, start=self._num_tokens, pages=pages, sample=sample)
-        time.sleep((idle_ms - (woken_ms or 0.0)) / 1e3 if idle_ms else 0.0)
-        if woken_ms is not None:
-            self._kv[1].copy_(self._kv[0])
-            time.sleep(woken_ms / 1e3)
+        time.sleep(idle_ms / 1e3)
         began = time.perf_counter()
         runner.admitted(admit)
         handles = [runner.launch(_with(rows, 0, ()), [segment], 0)]
@@ -114,7 +108,6 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--idle-ms", type=float, nargs="*", default=[0, 3, 10, 30, 100, 300, 1000])
-    parser.add_argument("--woken-ms", type=float, nargs="*", default=[5.0], help="besides none at all")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--times", type=int, default=7)
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
@@ -137,16 +130,13 @@ def main() -> None:
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
     steps = FirstSteps(runner, args.prompt, args.temperature)
     for _ in range(10):
-        steps.run(0, None)
+        steps.run(0)
     rows = []
     for idle_ms in args.idle_ms:
-        for woken_ms in (None, *args.woken_ms):
-            if woken_ms is not None and idle_ms <= woken_ms:
-                continue
-            rounds = [steps.run(idle_ms, woken_ms) for _ in range(args.times)]
-            found = {name: np.median([one[name] for one in rounds], axis=0).round(3).tolist() for name in rounds[0]}
-            rows.append({"idle_ms": idle_ms, "woken_ms": woken_ms, **found})
-            print(json.dumps(rows[-1]), flush=True)
+        rounds = [steps.run(idle_ms) for _ in range(args.times)]
+        found = {name: np.median([one[name] for one in rounds], axis=0).round(3).tolist() for name in rounds[0]}
+        rows.append({"idle_ms": idle_ms, **found})
+        print(json.dumps(rows[-1]), flush=True)
     told = {
         "command": " ".join(["python", *sys.argv]),
         "machine": torch.cuda.get_device_name(),

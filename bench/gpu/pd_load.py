@@ -15,8 +15,9 @@
 chunked prefill behind the router. Every load runs through each layout.
 
 Loads: `hand-over`: one prompt of --handover-prompt tokens at a time; beyond_ms is the time through a pair beyond that
-of one replica, to the first, second and third token; trace: when the last transfers came to which point, ms. With
---handover-beside N others decode all the time: give them more --decode-out than comes in --seconds.
+of one replica, to the first, second and third token; trace: when the last transfers, and the steps with chunks behind
+them, came to which point, ms. With --handover-beside N others decode all the time: give them more --decode-out than
+comes in --seconds.
 `prompts`: --streams outputs of --decode-out tokens, one after the other, and prompts of --prompt tokens at a pace of
 each of --rates a second, with --out tokens of output, for --seconds. good_s: requests a second whose first token came
 within 1 s and whose gaps are at most 20 ms, by their mean and by their p99. `streams`: --requests outputs of --out
@@ -280,23 +281,29 @@ async def _streams(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[st
 
 def _traced(mesh: Mesh, args: argparse.Namespace, answers: list[Answer]) -> list[list[str]]:
     """Points that the last transfers came to: milliseconds since the first one, process, event and its fields. answers:
-    of clients that asked one after the other; tokens are in the trace of the transfer that was under way."""
+    of clients that asked one after the other; their tokens are in the trace of the transfer that was under way, and so
+    are the steps with chunks of that time, which name no transfer."""
     by_transfer: dict[str, list[tuple[datetime, str]]] = {}
+    steps: list[tuple[datetime, str]] = []
     for name in (*names(args, "worker"), *names(args, "scheduler")):
         for line in mesh.cluster.recent_lines(name):
-            told = json.loads(line) if '"event": "kv_' in line else {}
-            if told.get("level") == "debug" and "transfer" in told:
+            told = json.loads(line) if '"event": "kv_' in line or '"event": "step_' in line else {}
+            if told.get("level") == "debug":
                 fields = {key: told[key] for key in told if key not in (*_LOG_FIELDS, "event", "transfer")}
                 text = f"{name} {told['event']} {fields or ''}".strip()
-                by_transfer.setdefault(told["transfer"], []).append((datetime.fromisoformat(told["ts"]), text))
+                points = by_transfer.setdefault(told["transfer"], []) if "transfer" in told else steps
+                points.append((datetime.fromisoformat(told["ts"]), text))
     rows = []
     offset_s = time.time() - time.monotonic()
-    for points in list(by_transfer.values())[-3:]:
-        first = min(points)[0]
+    for points in sorted(by_transfer.values(), key=max)[-3:]:
+        start = min(points)[0].timestamp() - offset_s
         for answer in answers:
-            if answer.asked + offset_s <= first.timestamp() <= answer.times[-1] + offset_s:
-                ats = [datetime.fromtimestamp(at + offset_s, first.tzinfo) for at in answer.times[:3]]
-                points += [(at, f"client token_{index}") for index, at in enumerate(ats, 1)]
+            if answer.asked <= start <= answer.times[-1]:
+                zone = points[0][0].tzinfo
+                asked, *ats = [datetime.fromtimestamp(at + offset_s, zone) for at in (answer.asked, *answer.times[:3])]
+                points += [(asked, "client asked"), *((at, f"client token_{n}") for n, at in enumerate(ats, 1))]
+                points += [step for step in steps if asked <= step[0] <= ats[-1]]
+        first = min(points)[0]
         rows.append([f"{(at - first).total_seconds() * 1e3:.2f} {text}" for at, text in sorted(points)])
     return rows
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.timing.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.timing.plan_hold import PlanHold
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.step_timeout import StepTimeout
+
+log = get_logger(__name__)
 
 # A holder that says nothing for 5 s counts as dead to other schedulers.
 _HEARTBEAT_S = 1.0
@@ -136,6 +139,8 @@ class PlanSender:
             self._sent_idle, self._sent_idle_us = range(first.step_id, last + 1), 0.0
         self._batch_ends.append(last)
         await stream.send(*batch)
+        if first.chunks:
+            log.debug("step_plan_sent", step=first.step_id)
 
     def _queued_us(self, steps: Sequence[PlannedStep]) -> int:
         """Expected time of the plans behind the batch that runs: it is answered as a whole."""

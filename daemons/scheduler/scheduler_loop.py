@@ -267,7 +267,7 @@ class SchedulerLoop:
             self._wake.clear()
             while self._results:
                 self.take(self._results.popleft())
-            if self.has_first_tokens and (self.planner.num_in_flight or not self.planner.num_live):
+            if self.has_first_tokens and (self.planner.num_in_flight or not self.planner.num_going_on):
                 # The worker has its next step, or nothing to do: first tokens leave before anything else is done.
                 await asyncio.sleep(0)
             self.has_first_tokens = False
@@ -297,6 +297,8 @@ class SchedulerLoop:
         now = self._clock()
         self._timeout.heard(now)
         oldest = self._oldest_step()
+        if oldest is not None and oldest.plan.chunks:
+            log.debug("step_result_came", step=result.step_id)
         self.planner.take_result(result)
         self.streams.deliver(self.planner.take_outputs())
         self.has_first_tokens |= oldest is not None and bool(oldest.plan.chunks)

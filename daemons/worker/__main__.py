@@ -52,7 +52,6 @@ class WorkerDaemon(Daemon):
                 record_plans=settings.record_plans,
                 predecessor_end=settings.predecessor_end,
                 transfer_staging_bytes=settings.transfer_staging_bytes,
-                transfer_keep_awake=settings.transfer_keep_awake,
             ),
             runtime.progress,
             runtime.metrics,

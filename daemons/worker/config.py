@@ -70,8 +70,6 @@ class WorkerSettings(CommonSettings):
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
-    transfer_keep_awake: bool = setting(True, "a GPU without work keeps its clocks up while such KV comes for it, by "
-        "a kernel of one thread: its first steps behind a pause are slow otherwise")  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, nixl-file:///FOLDER?budget=10TiB, "
         "nixl-obj://BUCKET/PREFIX or mooncake://HOST:PORT; empty: nowhere")  # fmt: skip

@@ -14,7 +14,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health.progress import Progress
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.steps.forward_shape import ONLY_DECODES
+from radixmesh.daemons.runtime.steps.forward_shape import HAVE_CHUNKS, ONLY_DECODES
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
@@ -97,7 +97,6 @@ class WorkerCore:
             check_holder=self.ledger.check_holder,
             received_step=lambda: self.ledger.last_received_step,
             figures=TransferFigures(metrics),
-            keeps_awake=config.transfer_keep_awake,
         )
         metrics.kv_quarantined_bytes.set_function(lambda: self.transfers.receiver.num_quarantined_bytes)
         metrics.kv_staging_bytes.set_function(lambda: self.transfers.staging.num_bytes)
@@ -247,6 +246,8 @@ class WorkerCore:
             raise self.ledger.fenced()
         for plan, _ in plans:
             self._received(plan)
+            if plan.header.shape.mode in HAVE_CHUNKS:
+                log.debug("step_plan_came", step=plan.header.step_id)
         assert self.executor is not None
         ready_ns = self.executor.runner.now_ns()
         epochs = [plan.header.epoch for plan, _ in plans]

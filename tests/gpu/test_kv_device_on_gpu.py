@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from support.mesh import running_mesh
 from support.runner_contract import MODEL
 from support.wire import metrics_of
 
-from radixmesh.daemons.worker.cuda.device import CudaDevice
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.step_handle import DONE
@@ -63,26 +61,3 @@ def test_what_is_launched_behind_a_hold_sees_what_was_scattered() -> None:
     assert not copied.event.is_done
     device.hold(copied)
     assert runner.read_kv(targets).tobytes() == expected
-
-
-@torch.inference_mode()
-def test_a_device_that_is_kept_awake_does_its_work_as_ever() -> None:
-    """Beside work on the stream, and beside a capture; it is idle again when the time is over."""
-    device = CudaDevice(0)
-    with device.in_order():
-        ones = torch.ones(1 << 20, device=device.torch_device)
-        (2 * ones).sum().item()  # Compiles, and loads, what is captured.
-        device.stay_awake(0.5)
-        for _ in range(5):
-            replay = device.capture(lambda: (2 * ones).sum())
-            for _ in range(20):
-                total = replay()
-                device.record_event().wait()
-                assert total.item() == 2 << 20
-    deadline = time.monotonic() + 60.0
-    while not device.is_kept_awake and time.monotonic() < deadline:
-        device.stay_awake(0.5)
-        time.sleep(0.001)
-    assert device.is_kept_awake
-    time.sleep(0.7)
-    assert not device.is_kept_awake

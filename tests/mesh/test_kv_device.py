@@ -308,20 +308,6 @@ async def test_a_plan_may_name_pages_while_they_are_scattered_to() -> None:
         assert both.core(1).transfers.num_received == 2 and both.core(1).executor.arriving.is_empty
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-async def test_a_device_is_kept_awake_while_kv_comes_for_it(is_on: bool) -> None:
-    async with pair(transfer_transport=DEVICE, has_devices=True, transfer_keep_awake=is_on) as both:
-        await prefill(both, 0, 1)
-        region = await both.prepare()
-        assert not device_of(both, 1).awake, "nothing comes yet"
-        await both.start(region, pages_of(1, 0, NUM_TOKENS), ONES)
-        await both.last_state()
-        num = len(device_of(both, 1).awake)
-        await both.commit(range(100, 100 + NUM_TOKENS))
-        assert (len(device_of(both, 1).awake) > num) is is_on
-        assert not device_of(both, 0).awake, "it computes the prompt, or has its own work"
-
-
 async def test_a_commit_is_answered_ahead_of_the_scatter_s_launch() -> None:
     """A plan that comes behind the answer runs behind the scatter."""
     async with pair(transfer_transport=DEVICE, has_devices=True) as both:

@@ -57,8 +57,6 @@ class HostKvDevice(MappedKvDevice):
     def __init__(self, runner: ModelRunner | None, *, can_open: bool = True) -> None:
         super().__init__()
         self._runner = runner
-        self.awake: list[float] = []
-        """Seconds for which work was expected, call by call."""
         self._copies = ThreadPoolExecutor(1)
         self.can_open = can_open
         self.goes_on = threading.Event()
@@ -66,9 +64,6 @@ class HostKvDevice(MappedKvDevice):
         self.lands = threading.Event()
         self.lands.set()
         self.num_gathered = self.num_scattered = 0
-
-    def stay_awake(self, seconds: float) -> None:
-        self.awake.append(seconds)
 
     def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
         assert self._runner is not None

@@ -356,3 +356,15 @@ def test_a_first_token_from_elsewhere_is_delivered_and_may_end_the_output(is_las
     assert (output.state is OutputState.FINISHED) == is_last
     assert [call[0] for call in world.link.calls] == (["cancel"] if is_last else [])
     assert not is_last or (output.ending is not None and output.ending.cached_tokens == 3)
+
+
+def test_a_first_token_from_elsewhere_is_delivered_ahead_of_its_prefills_end() -> None:
+    world = World(ids_only=True, max_tokens=5)
+    output = world.running()
+    prompt = RemotePrompt(transfer_id="t", output=output, attempt=0)
+    prompt.ids.append(9)
+    world.schedulers.prefills = SimpleNamespace(token_came=lambda prompt: prompt.give())
+    world.flow.on_prompt_token(prompt)
+    assert list(output.ids) == [9] and output.num_seen == 1 and output.state is OutputState.RUNNING
+    world.flow.on_prompt_token(prompt)
+    assert list(output.ids) == [9], "it is the first one's place alone"

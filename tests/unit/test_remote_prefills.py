@@ -375,3 +375,42 @@ def test_a_move_that_waits_for_room_ends_with_the_group_that_has_its_kv() -> Non
     source.is_group_serving = False
     world.remote.tick(0.1)
     assert not len(world.remote) and world.told()[-1] == (True, 0) and not source.prefills
+
+
+def early(world: World, transfer_id: str, *ids: int) -> RemotePrompt:
+    """The token has come, and not yet that the prefill is over."""
+    prompt = RemotePrompt(transfer_id=transfer_id, output=world.output, attempt=0)
+    prompt.ids.extend(ids)
+    return prompt
+
+
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_a_token_that_comes_ahead_of_the_prefills_end_is_given_once(is_handed_over: bool) -> None:
+    world = World(FakeLink(PREFILL))
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    prompt = early(world, transfer_id, 5)
+    assert world.remote.token_came(prompt) and not world.remote.token_came(prompt)
+    assert world.decode.resubmitted == [(5,)] and world.accounts == [("left", 7), "sent"]
+    assert not world.remote.over(prompt, is_handed_over=is_handed_over), "it has been said"
+    assert list(world.output.ids) == [5] and world.decode.resubmitted == [(5,)]
+    assert world.told()[1:] == ([] if is_handed_over else [(True, 0)]), "where no KV comes, the decode side is told"
+
+
+@pytest.mark.parametrize("why", ["ends", "last", "without logprobs", "own", "unknown"])
+def test_a_token_that_waits_for_the_prefills_end(why: str) -> None:
+    world = World(FakeLink(PREFILL))
+    transfer_id = world.begin()
+    world.answer(transfer_id)
+    if why == "ends":
+        world.output.request.end_ids = frozenset([5])
+    elif why == "last":
+        change(world.output.request, stop={"max_tokens": 1})
+    elif why == "without logprobs":
+        world.output.logprobs = LogprobTrack(0)
+    elif why == "own":
+        world.decode.is_without = False
+    prompt = early(world, "?" if why == "unknown" else transfer_id, 5)
+    assert not world.remote.token_came(prompt)
+    assert not world.output.ids and not world.decode.resubmitted
+    assert world.remote.over(prompt, is_handed_over=True) == (why in ("ends", "last"))

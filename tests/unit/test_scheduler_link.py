@@ -307,8 +307,9 @@ async def test_a_prompt_for_elsewhere_ends_with_its_token() -> None:
             ids=pack_ints([8]),
         )
         finished = scheduler_pb2.Finished(handle=1, attempt=2, reason=common_pb2.FINISH_REASON_HANDED_OVER)
-        assert await made.hear(Frame(tokens=batch, finished=[finished])) == ["on_prefill_over"]
-        ((_, prompt),) = cast("list[tuple[object, RemotePrompt]]", made.events.told)
+        assert await made.hear(Frame(tokens=batch, finished=[finished])) == ["on_prompt_token", "on_prefill_over"]
+        ((_, early), (_, prompt)) = cast("list[tuple[object, RemotePrompt]]", made.events.told)
+        assert early is prompt
         assert (prompt.transfer_id, list(prompt.ids), made.link.num_prefills) == ("t", [8], 0)
         assert not output.ids
 

@@ -199,6 +199,11 @@ class OutputFlow:
     def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         self.schedulers.prefills.answered(link, result)
 
+    def on_prompt_token(self, prompt: RemotePrompt) -> None:
+        if self.schedulers.prefills.token_came(prompt):
+            self._metrics.remote_first_tokens.inc()
+            self.on_tokens([prompt.output], len(prompt.ids))
+
     def on_prefill_over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> None:
         if not self.schedulers.prefills.over(prompt, is_handed_over=is_handed_over):
             return

@@ -16,6 +16,8 @@ DISPATCH_TO_PROTO = {
 
 ONLY_DECODES = frozenset({worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE})
 """Modes of forwards in which no rank has chunks."""
+HAVE_CHUNKS = frozenset({worker_pb2.FORWARD_MODE_EXTEND, worker_pb2.FORWARD_MODE_MIXED})
+"""Modes of those in which some rank has."""
 _FORWARD_MODES = frozenset(worker_pb2.ForwardMode.values()) - {worker_pb2.FORWARD_MODE_UNSPECIFIED}
 
 

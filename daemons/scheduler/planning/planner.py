@@ -164,6 +164,11 @@ class Planner:
         return len(self.submissions)
 
     @property
+    def num_going_on(self) -> int:
+        """Live requests behind the first token of those in slots: what is handed over ends with it."""
+        return max(0, len(self.submissions) - self.handovers.num_running)
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._state.in_flight) if self._state is not None else 0
 

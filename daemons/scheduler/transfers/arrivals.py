@@ -147,6 +147,7 @@ class KvArrivals:
         self._now = now
         self._arrivals[transfer_id] = arrival
         self._queued.append(arrival)
+        log.debug("kv_reservation_came", transfer=transfer_id)
         return arrival
 
     def renew(self, transfer_id: str, lease_s: float, now: float) -> None:

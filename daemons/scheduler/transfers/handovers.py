@@ -82,6 +82,11 @@ class KvHandovers:
         self._given_up: list[KvTarget] = []
         self.num_started = self.num_chunks = 0
 
+    @property
+    def num_running(self) -> int:
+        """Requests in slots that end with their first token."""
+        return len(self._running)
+
     def begin_epoch(self) -> None:
         """Requests in slots wait again; locks of the epoch before are void."""
         self._running.clear()

@@ -129,6 +129,7 @@ class TransferCalls:
                 num_tokens=arrival.num_tokens,
                 tokens_digest=digest_of(arrival.cache_name, arrival.ids),
             )
+            log.debug("kv_reserved", transfer=arrival.transfer_id)
             self._tell(arrival.transfer_id, target, None)
             writing = _Writing(len(parts))
             written = self._spawn(

@@ -21,15 +21,12 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.cuda.clock_keeper import ClockKeeper
 from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
 from radixmesh.daemons.worker.cuda.locked_memory import LockedMemory
 from radixmesh.daemons.worker.cuda.step.inputs.pinned_ring import PinnedRing
 from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 _SPARE_EVENTS = 64
-# About a millisecond of one thread of a GPU at its full clock.
-_SPIN_CYCLES = 1_800_000
 # Of host memory from which kernels fetch what is uploaded, and how often that is possible ahead of the device. A step
 # with chunks has some five uploads.
 _UPLOAD_BYTES, _NUM_UPLOADS = 128 << 10, 64
@@ -87,11 +84,6 @@ class Device(ABC):
     @abstractmethod
     def hold(self, event: DeviceEvent) -> None:
         """All that is launched from now on, but for urgent work, waits for an event of run_beside()."""
-
-    def stay_awake(self, seconds: float) -> None:
-        """Work is expected within so many seconds: a device whose clocks fall while it is idle keeps them up until
-        then. Any thread. Default: they do not fall."""
-        return
 
     @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
@@ -262,18 +254,13 @@ class CudaDevice(Device):
         # Blocks of its kernels go first as those of a step retire.
         self._urgent = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._patient = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._idle = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._newest: CudaEvent | None = None
-        # By events, and not by the stream: one that is captured must not be asked.
-        self._awake = ClockKeeper(self._spin, lambda: self._newest is not None and not self._newest.is_done)
         self._pool = torch.cuda.graph_pool_handle()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
         self._uploads: PinnedRing | None = None
         self._uploading = threading.Lock()
 
     def record_event(self) -> TimedEvent:
-        self._newest = event = CudaEvent(self._stream, self._spare)
-        return event
+        return CudaEvent(self._stream, self._spare)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -332,20 +319,6 @@ class CudaDevice(Device):
         assert isinstance(event, CudaEvent)
         for stream in (self._stream, self._patient):
             event.hold(stream)
-
-    def stay_awake(self, seconds: float) -> None:
-        self._awake.stay(seconds)
-
-    @property
-    def is_kept_awake(self) -> bool:
-        """True while it has the work that keeps it awake."""
-        return not self._idle.query()
-
-    def _spin(self) -> None:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._idle):
-            torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
-            done = CudaEvent(self._idle, self._spare)
-        done.wait()
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

@@ -19,7 +19,6 @@ from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 # Numbers of tokens for which Triton compiles the copies: any, one, multiples of 16.
 _COMPILED_FOR = (3, 1, 16)
-_WARM_S = 0.01
 
 
 class PoolDevice(KvDevice):
@@ -52,9 +51,6 @@ class PoolDevice(KvDevice):
 
     def hold(self, copied: Copied) -> None:
         self._device.hold(copied.event)
-
-    def stay_awake(self, seconds: float) -> None:
-        self._device.stay_awake(seconds)
 
     @torch.inference_mode()
     def scatter(
@@ -101,7 +97,6 @@ class PoolDevice(KvDevice):
 
     def warm_up(self, memory: DevicePiece) -> None:
         # Its kernel is loaded now, and not beside the first KV that comes.
-        self._device.stay_awake(_WARM_S)
         for num in _COMPILED_FOR:
             if num * self._pool.token_bytes > memory.num_bytes:
                 continue  # Nor will so many tokens ever be copied there.

@@ -62,11 +62,6 @@ class KvDevice(ABC):
         """Steps that are launched from now on wait for a copy on the device. Default: for the copy itself."""
         copied.event.wait()
 
-    def stay_awake(self, seconds: float) -> None:
-        """KV comes, and a step behind it, within so many seconds: a device that slows down while it is idle does not.
-        Default: none does."""
-        return
-
     def overwritten(self, pages: IntArray) -> None:
         """Pages that what is launched next may write to: it waits for gathers of them. Default: none is under way when
         gather() returns."""

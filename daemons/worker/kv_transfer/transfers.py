@@ -47,8 +47,6 @@ MAX_LEASE_MS = 60_000
 _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.0005
-# From one chunk of a prompt to the next, and from the last one to the first step behind it.
-_AWAKE_S = 0.25
 _MOST_NAMED = 64
 
 
@@ -61,8 +59,7 @@ class Start(Protocol):
 class KvTransfers:
     """run: runs a job on the step thread, behind all steps that were received, when these are over. start: runs one
     there behind them that does not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
-    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received.
-    keeps_awake: the runner's device, while KV comes."""
+    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
 
     def __init__(
         self,
@@ -75,7 +72,6 @@ class KvTransfers:
         check_holder: Callable[[int, str], None],
         received_step: Callable[[], int],
         figures: TransferFigures | None = None,
-        keeps_awake: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instance_id = instance_id
@@ -85,7 +81,6 @@ class KvTransfers:
         self._check_holder = check_holder
         self._received_step = received_step
         self._figures = figures or TransferFigures()
-        self._keeps_awake = keeps_awake
         self._clock = clock
         self.staging = StagingPool(staging_bytes)
         new_memory = RegionMemory if transport is None else transport.new_memory
@@ -266,7 +261,6 @@ class KvTransfers:
             self.receiver.get(name) for name in dict.fromkeys((request.transfer_id, *request.other_transfer_ids))
         ]
         _trace("kv_commit_asked", request.transfer_id)
-        self._stay_awake()
         executor = self._executor
         assert executor is not None, "a region was prepared"
         target = Target(
@@ -374,8 +368,6 @@ class KvTransfers:
             state = ReceiveState.WRITTEN if reception.state is ReceiveState.SCATTERING else reception.state
             if (state, region.num_written, region.is_ending) != told:
                 told = state, region.num_written, region.is_ending
-                if reception.state is ReceiveState.WRITING:
-                    self._stay_awake()
                 yield worker_pb2.WatchTransferResponse(
                     state=int(state),  # type: ignore[arg-type]
                     failure=int(reception.failure),  # type: ignore[arg-type]
@@ -408,12 +400,6 @@ class KvTransfers:
             self._ticking.cancel()
         if self.transport is not None:
             self.transport.close()
-
-    def _stay_awake(self) -> None:
-        """KV makes progress on its way here."""
-        device = self._executor.runner.kv_device if self._executor is not None else None
-        if device is not None and self._keeps_awake:
-            device.stay_awake(_AWAKE_S)
 
     async def _done(self, job: Callable[[], T]) -> T:
         """Runs a job on the step thread when the steps before it are over."""

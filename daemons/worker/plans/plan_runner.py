@@ -10,9 +10,11 @@ from functools import partial
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.forward_shape import HAVE_CHUNKS
 from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refusal_to_proto, result_to_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.kv_transfer.transfer_pins import TransferPins
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
@@ -20,6 +22,8 @@ from radixmesh.daemons.worker.plans.slots.slot_traces import SlotTraces, TracedC
 from radixmesh.daemons.worker.ranks.group_member import CollectiveAborted, RankLost
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
 
 # Of a few hundred bytes at most: well below the largest message.
 _NAMES_A_MESSAGE = 16_384
@@ -96,6 +100,8 @@ class PlanRunner:
             step_plan = plan_from_proto(plan, self._dp_rank)
             traced = self._traces.launched(step_plan) if self._traces is not None else ()
             step = self.executor.launch(step_plan, ready_ns=ready_ns)
+            if step_plan.chunks:
+                log.debug("step_launched", step=step_id)
         except MeshError as error:
             self._is_epoch_over = True
             return StepHandle.of(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
@@ -128,6 +134,8 @@ class PlanRunner:
             self._is_epoch_over, self._refused_step = True, step_id
             epoch = plan.header.epoch
             return Answer(step_id=step_id, response=_refusal(epoch, step_id, unsound), refusal=unsound)
+        if plan.header.shape.mode in HAVE_CHUNKS:
+            log.debug("step_over", step=step_id, device_ms=(result.device_end_ns - result.device_start_ns) / 1e6)
         for chunk in traced:
             chunk.ran(result)
         self._on_step()

@@ -1,14 +1,16 @@
 """Prompts that one scheduler computes for an output that runs at another, which gets their KV.
 
-begin --> RESERVING --the decode side has a place--> PREFILLING --handed over--> SENDING --first token, or left--> gone
+begin --> RESERVING --the decode side has a place--> PREFILLING --handed over--> SENDING --second token, or left--> gone
               |                                          |
               +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
 
 An output that moves from a scheduler which lives is such a prompt as well, with the ids that it has: its former
 scheduler finds their KV in its cache, and sends it, where that was measured to be cheaper than to compute them anew.
 
-The output is at its decode side from the start, and waits there. The prefill's first token is the output's: it goes to
-the client, and to the decode side with a new attempt, which begins with the second. Whatever happens to its prefill,
+The output is at its decode side from the start, and waits there. The prefill's first token is the output's: as it comes
+it goes to the client, and to the decode side with a new attempt, which begins with the second. That the prefill is over
+comes some milliseconds later, when its scheduler has settled the step; a token with which the output ends, and one whose
+logprobs are not there, wait for that. Whatever happens to its prefill,
 that side computes the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds.
 So nothing of an output's life depends on any of this, and nothing is kept for it beyond the table here.
 """
@@ -169,16 +171,22 @@ class RemotePrefills:
         found.is_begun = True
         found.prefill.prefill(found.output, result.transfer_id, result.target)
 
+    def token_came(self, prompt: RemotePrompt) -> bool:
+        """The prefill has brought a token, ahead of its end. True: it is the output's, which goes on behind it."""
+        found = self._prefills.get(prompt.transfer_id)
+        if found is None or prompt.is_given or prompt.is_ending or not self._give(found, prompt):
+            return False
+        self._go_on(found)
+        return True
+
     def over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> bool:
-        """The prefill is done, or will not be. True: its first token is the output's, which goes on behind it."""
+        """The prefill is done, or will not be. True: its first token is the output's, which goes on behind it, and
+        token_came() has not said so."""
         transfer_id, output = prompt.transfer_id, prompt.output
         found = self._prefills.get(transfer_id)
         if found is None:
             return False
-        # A token of the decode side's own is as good, and there: it has given up the transfer.
-        is_wanted = found.decode.is_connected and found.decode.is_without_tokens(output)
-        is_wanted &= output.state is OutputState.RUNNING and output.attempt_no < MAX_ATTEMPT_NO
-        is_given = is_wanted and prompt.give()
+        is_given = not prompt.is_given and self._give(found, prompt)
         is_ended = is_given and output.known_ending is not None
         if is_handed_over:
             self.num_handed_over += 1
@@ -186,12 +194,23 @@ class RemotePrefills:
         elif not is_ended:
             self._give_up(transfer_id, found, is_known=True)
         if is_given and not is_ended:
-            # The decode side may have begun by itself, and gone on with another token.
-            former = found.decode.submit_again(output)
-            self.costs.again(found.decode, former, found.decode.last_sequence)
-            self._placement.on_left(found.decode, former)
-            self._placement.take_sent(found.decode, None)
+            self._go_on(found)
         return is_given
+
+    def _give(self, found: _Prefill, prompt: RemotePrompt) -> bool:
+        """Appends a prompt's tokens to the journal's. False: a token of the decode side's own is as good, and there,
+        since it has given up the transfer, or none is wanted any more."""
+        output = prompt.output
+        is_wanted = found.decode.is_connected and found.decode.is_without_tokens(output)
+        is_wanted &= output.state is OutputState.RUNNING and output.attempt_no < MAX_ATTEMPT_NO
+        return is_wanted and prompt.give()
+
+    def _go_on(self, found: _Prefill) -> None:
+        """The decode side may have begun by itself, and gone on with another token: it gets a new attempt."""
+        former = found.decode.submit_again(found.output)
+        self.costs.again(found.decode, former, found.decode.last_sequence)
+        self._placement.on_left(found.decode, former)
+        self._placement.take_sent(found.decode, None)
 
     def end(self, output: Output) -> None:
         """The output is not at its scheduler any more, or has its first token."""

@@ -23,6 +23,14 @@ class RemotePrompt:
     weights_version: int = 0
     cached_tokens: int = 0
     """Of the prompt, where it was computed."""
+    is_given: bool = False
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the output ends with the ids that have come."""
+        request = self.output.request
+        is_end = bool(self.ids) and self.ids[-1] in request.end_ids
+        return is_end or self.num_before + len(self.ids) >= request.max_tokens
 
     def give(self) -> bool:
         """Appends the ids to the journal's; False: there are none, or their logprobs did not come."""
@@ -37,4 +45,5 @@ class RemotePrompt:
                 return False
         output.ids.extend(self.ids)
         output.weights_version = self.weights_version
+        self.is_given = True
         return True

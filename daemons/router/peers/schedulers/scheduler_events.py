@@ -40,6 +40,9 @@ class SchedulerEvents(Protocol):
     def on_reservation(self, link: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         """The scheduler has a place for KV, or none."""
 
+    def on_prompt_token(self, prompt: RemotePrompt) -> None:
+        """A prompt that is computed for an output elsewhere has brought a token."""
+
     def on_prefill_over(self, prompt: RemotePrompt, *, is_handed_over: bool) -> None:
         """A prompt that was computed for an output elsewhere: its KV is on its way, or will not come."""
 

@@ -376,6 +376,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self._note_first_tokens(changed)
         if changed:
             self._events.on_tokens(changed, num_tokens)
+        for prompt in self._rows.take_changed_prompts():
+            self._events.on_prompt_token(prompt)
 
     def _note_first_tokens(self, outputs: list[Output]) -> None:
         for output in outputs:

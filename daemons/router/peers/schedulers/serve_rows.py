@@ -28,6 +28,7 @@ class ServeRows:
         self._running = running
         self._prefills = prefills
         self._checks = checks
+        self._changed_prompts: list[RemotePrompt] = []
 
     def take_tokens(self, batch: scheduler_pb2.TokenBatch, vocab_size: int) -> tuple[list[Output], int]:
         """Appends a batch; outputs with new ids and the number of these. The hot path: once per step."""
@@ -71,6 +72,7 @@ class ServeRows:
                 if (prompt := prompts.get(entry.row)) is not None:
                     self._checks.width(entry.logprobs, prompt.output.request)
                     prompt.logprobs.append(_logprobs_of(entry.logprobs))
+            self._changed_prompts += prompts.values()
         except MeshError:
             # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
             # round: what comes after the next submit would be one off for good.
@@ -78,6 +80,11 @@ class ServeRows:
                 output.level_logprobs()
             raise
         return changed, num_tokens
+
+    def take_changed_prompts(self) -> list[RemotePrompt]:
+        """Prompts for outputs elsewhere that have new ids; each is told once."""
+        changed, self._changed_prompts = self._changed_prompts, []
+        return changed
 
     def take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> Output | None:
         """Appends prompt logprobs; the output that they are for, None if they are not new."""
