@@ -24,6 +24,7 @@ from radixmesh.daemons.scheduler.routers.outbox import rejected_to_proto
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStream
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.daemons.scheduler.sequence import Submission
+from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = get_logger(__name__)
@@ -202,6 +203,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
         for reservation in request.reservations:
             self._loop.reservations.take(reservation, stream.outbox.add_frame)
+        for target in request.kv_targets:
+            try:
+                planner.take_target(stream.owner, KvTarget.from_proto(target))
+            except MeshError as error:
+                # It is another scheduler's answer: the prompt goes nowhere, and no other output of this stream suffers.
+                log.warning("kv_target_refused", reason=error.reason_name, error=error.message)
         if request.stops or request.aborts or request.reservations:
             self._loop.notify()
         else:

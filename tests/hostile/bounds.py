@@ -148,6 +148,7 @@ BOUNDS: dict[str, Bound] = {
         stops=(1 << 14, WIRE),
         aborts=(1 << 14, WIRE),
         reservations=(1 << 14, WIRE),
+        kv_targets=(1 << 14, WIRE),
     ),
     **_rows(
         "scheduler.v1.Submit",

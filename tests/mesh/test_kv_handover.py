@@ -374,7 +374,7 @@ async def test_what_cannot_be_is_refused() -> None:
         both.clients.reverse()
         assert (await both.reserve("r")).error.reason == common_pb2.ERROR_REASON_UNSUPPORTED
         both.clients.reverse()
-        seen = await both.prefill(scheduler_pb2.TransferTarget(transfer_id="t"))
+        seen = await both.prefill(scheduler_pb2.TransferTarget(transfer_id="t", num_tokens=3))
         assert seen.rejected.error.reason == common_pb2.ERROR_REASON_INVALID_ARGUMENT
         assert seen.rejected.error.metadata["field"] == "send_kv_to.regions"
 
@@ -563,3 +563,51 @@ async def test_an_abort_in_any_phase_leaves_nothing(phase: str, kind: TransferTr
         rest = await both.decode(first.tokens, "u", request_id="next")
         assert first.tokens + rest.tokens == expected and rest.finished.usage.cached_tokens == len(PROMPT)
         await until(both.is_clean)
+
+
+async def send_target(both: Pair, target: scheduler_pb2.TransferTarget) -> None:
+    await both.clients[0].write(scheduler_pb2.ServeRequest(kv_targets=[target]))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG])
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_prompt_may_come_ahead_of_the_target_of_its_kv(prompt: list[int], is_late: bool) -> None:
+    """is_late: the first token is there by then."""
+    fields = {"max_total_len": 2048, "chunk_tokens": 128, "transfer_chunk_tokens": 256}
+    async with pair("device", **fields) as both:
+        client, bare = both.clients[0], scheduler_pb2.TransferTarget(transfer_id="t")
+        handle = await client.submit(prompt, max_tokens=NUM_OUT, send_kv_to=bare)
+        if is_late:
+            await client.until(lambda: bool(client.seen[handle].tokens), TIMEOUT_S)
+        result = await both.reserve(prompt=prompt)
+        await send_target(both, result.target)
+        (first,) = await client.over(handle, timeout_s=TIMEOUT_S)
+        assert first.finished.reason == common_pb2.FINISH_REASON_HANDED_OVER and len(first.tokens) == 1
+        rest = await both.decode(first.tokens, prompt=prompt)
+        assert first.tokens + rest.tokens == await alone(both, prompt)
+        assert rest.finished.usage.cached_tokens == result.target.num_tokens
+        await until(both.is_clean)
+
+
+@pytest.mark.parametrize("wrong", ["none", "bare", "broken", "of another", "of other tokens"])
+async def test_a_prompt_without_a_target_ends_with_its_token_and_sends_nothing(wrong: str) -> None:
+    async with pair() as both:
+        client = both.clients[0]
+        handle = await client.submit(
+            PROMPT, max_tokens=NUM_OUT, send_kv_to=scheduler_pb2.TransferTarget(transfer_id="t")
+        )
+        prompt = [5, *PROMPT[1:]] if wrong == "of other tokens" else PROMPT
+        target = (await both.reserve("u" if wrong == "of another" else "t", prompt=prompt)).target
+        if wrong == "bare":
+            target = scheduler_pb2.TransferTarget(transfer_id="t")
+        elif wrong == "broken":
+            target.tokens_digest = b"x"
+        if wrong != "none":
+            await send_target(both, target)
+        (seen,) = await client.over(handle, timeout_s=TIMEOUT_S)
+        assert seen.finished.reason == common_pb2.FINISH_REASON_LENGTH and len(seen.tokens) == 1
+        handovers = both.planner(0).handovers
+        assert not handovers.num_started and not handovers.sending and not handovers.num_running
+        assert not both.workers[0].daemon.core.transfers.senders
+        handle = await client.submit(PROMPT, max_tokens=1)
+        await client.over(handle, timeout_s=TIMEOUT_S)  # The stream lives.

@@ -32,6 +32,8 @@ class FakeLink(SimpleNamespace):
     def __init__(self, role: int, cached: int = 0, waiting: int = 0) -> None:
         load = scheduler_pb2.Load(waiting_tokens=waiting)
         super().__init__(role=role, cached=cached, load=load, page_size=4, kv_heads=b"", num_prefills=0)
+        self.takes_kv_targets = False
+        self.targets: list[str] = []
         self.is_connected = self.is_group_serving = self.is_without = True
         self.reservations: list[Any] = []
         self.prefills: list[str] = []
@@ -44,6 +46,9 @@ class FakeLink(SimpleNamespace):
 
     def prefill(self, output: Output, transfer_id: str, target: scheduler_pb2.TransferTarget) -> None:
         self.prefills.append(transfer_id)
+
+    def send_target(self, target: scheduler_pb2.TransferTarget) -> None:
+        self.targets.append(target.transfer_id)
 
     def cancel(self, request: object, *, below_attempt: int, index: int) -> None:
         self.cancelled.append(below_attempt)
@@ -414,3 +419,70 @@ def test_a_token_that_waits_for_the_prefills_end(why: str) -> None:
     assert not world.remote.token_came(prompt)
     assert not world.output.ids and not world.decode.resubmitted
     assert world.remote.over(prompt, is_handed_over=True) == (why in ("ends", "last"))
+
+
+def ahead() -> tuple[World, FakeLink, str]:
+    """A prompt that is computed while a place for its KV is made."""
+    link = FakeLink(PREFILL)
+    link.takes_kv_targets = True
+    world = World(link)
+    transfer_id = world.begin()
+    assert not link.prefills, "the output is nowhere yet"
+    world.remote.submitted(world.output)
+    assert link.prefills == [transfer_id] and not link.targets
+    return world, link, transfer_id
+
+
+def test_a_prompt_is_submitted_while_its_place_is_made_and_the_target_follows() -> None:
+    world, link, transfer_id = ahead()
+    for _ in range(2):
+        world.answer(transfer_id)
+    world.remote.submitted(world.output)
+    assert (link.prefills, link.targets) == ([transfer_id], [transfer_id])
+    assert world.over(transfer_id, 5) and world.told()[1:] == []
+
+
+@pytest.mark.parametrize("why", ["no place", "lost", "late", "over", "left"])
+def test_a_prompt_that_was_submitted_ahead_and_gets_no_place_is_ended(why: str) -> None:
+    world, link, transfer_id = ahead()
+    if why == "over":
+        assert world.over(transfer_id, 5, is_handed_over=False), "its token is as good"
+    elif why == "late":
+        world.remote.tick(60.0)
+    elif why == "left":
+        world.remote.end(world.output)
+    else:
+        link.is_group_serving = why != "lost"
+        world.answer(transfer_id, has_target=why == "lost")
+    assert not len(world.remote) and not link.targets
+    assert link.cancelled == ([] if why == "over" else [1])
+    assert world.told()[1:] == ([] if why == "no place" else [(True, 0)])
+    world.answer(transfer_id)
+    assert not link.targets, "nobody waits for it"
+
+
+def test_a_prompt_that_is_computed_ahead_goes_nowhere_else() -> None:
+    world, link, _ = ahead()
+    link.is_group_serving = False
+    world.remote.tick(0.1)
+    assert world.told()[1:] == [(True, 0)] and link.cancelled == [1] and not len(world.remote)
+
+
+@pytest.mark.parametrize("why", ["waits", "older", "lost"])
+def test_a_prompt_that_is_not_submitted_ahead(why: str) -> None:
+    link = FakeLink(PREFILL)
+    link.takes_kv_targets = why != "older"
+    link.is_group_serving = why != "lost"
+    world = World(link)
+    first = world.begin() if why == "waits" else ""
+    transfer_id = world.begin()
+    world.remote.submitted(world.output)
+    assert not link.prefills
+    link.is_group_serving = True
+    world.answer(transfer_id)
+    assert link.prefills == [transfer_id] and not link.targets
+    if first:
+        world.answer(first)
+        world.begin()
+        world.remote.submitted(world.output)
+        assert len(link.prefills) == 3, "none waits any more"

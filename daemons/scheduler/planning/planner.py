@@ -55,6 +55,7 @@ from radixmesh.daemons.scheduler.tiers.stored_prefixes import StoredPrefixes
 from radixmesh.daemons.scheduler.transfers.arrival import ArrivalRoom
 from radixmesh.daemons.scheduler.transfers.arrivals import KvArrivals
 from radixmesh.daemons.scheduler.transfers.handovers import KvHandovers
+from radixmesh.daemons.scheduler.transfers.kv_target import KvTarget
 
 
 class _Unsettled(NamedTuple):
@@ -212,6 +213,13 @@ class Planner:
             self._finish(sequence, SequenceEnd(FinishReason.ABORT))
         return len(sequences)
 
+    def take_target(self, owner: int, target: KvTarget) -> None:
+        """Says where the KV goes of a prompt that the stream has submitted ahead of that. Unknown ones are fine."""
+        for sequence in self.submissions.of_owner(owner):
+            awaited = sequence.submission.send_kv_to
+            if awaited is not None and awaited.transfer_id == target.transfer_id and not awaited.is_known:
+                self.handovers.targeted(self._state, sequence, target)
+
     def finish_by_stop(self, owner: int, handle: int, num_output: int) -> None:
         """A stop string ended an output at that length; unknown handles have ended already."""
         sequence = self.submissions.by_handle(owner, handle)
@@ -325,7 +333,7 @@ class Planner:
         assert prefill is not None, "it comes with the state"
         assert not self._unsettled, "results are settled before the next plan"
         self.arrivals.pass_time(state, now)
-        self.handovers.pass_time()
+        self.handovers.pass_time(state, now)
         if state.hosts:
             self.loads.pass_time(state, now)
             self.fetches.pass_time(now)

@@ -73,6 +73,7 @@ def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHe
         num_pages=group.num_pages if group is not None else 0,
         role=ROLES[loop.role],
         kv_heads=pack_shares(group.kv_shares) if group is not None else b"",
+        takes_kv_targets=True,
     )
 
 

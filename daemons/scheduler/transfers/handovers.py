@@ -3,13 +3,14 @@
 A request with a target runs as any other until its first token is there. Its KV is sent in chunks, from the slot's own
 pages. Each is asked for with the plan that computes it, and names that step: the worker copies it behind the step,
 without waiting for what comes of that, and compares the generations of the pages. With its first token the request ends
-here, and nobody is granted its pages until the worker has gathered the last chunk.
+here, and nobody is granted its pages until the worker has gathered the last chunk. One whose target is not known yet
+keeps its slot until that has come, a second at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -48,6 +49,10 @@ CHUNK_TOKENS = 256
 """Chunks but the last are multiples of it: as staging lays tokens out."""
 
 
+# The decode side makes a place within milliseconds of the submit, or has none.
+_TARGET_S = 1.0
+
+
 @dataclass(slots=True)
 class _Sending:
     """Of a request: tokens up to `sent` were asked for, and `planned` were as the last plan was made. last: the chunk
@@ -80,6 +85,9 @@ class KvHandovers:
         """Kept while a last chunk is gathered; None: the slot has it yet."""
         self._wanted: list[Handover] = []
         self._given_up: list[KvTarget] = []
+        self._without_target: dict[Sequence, float] = {}
+        """Since when, of requests that have nothing else to wait for."""
+        self._now = 0.0
         self.num_started = self.num_chunks = 0
 
     @property
@@ -94,6 +102,7 @@ class KvHandovers:
         self._held.clear()
         self._wanted.clear()
         self._given_up.clear()
+        self._without_target.clear()
 
     def admitted(self, sequence: Sequence) -> None:
         """A request took a slot."""
@@ -115,16 +124,32 @@ class KvHandovers:
             if sequence.lifecycle is not Lifecycle.RUNNING:
                 continue  # Over, or retracted: its next admission brings it back.
             num_known = sequence.prompt_len + len(sequence.submission.resumed_output_ids)
-            if state.table.total_len.item(sequence.slot) <= num_known:
+            is_due = state.table.total_len.item(sequence.slot) > num_known
+            if not is_due or self._awaits_target(sequence):
                 self._running.append(sequence)
                 continue
             state.settle(sequence)
             self._hand_over(state, sequence)
 
-    def pass_time(self) -> None:
-        """Ends what was begun for requests that are over. Call before each plan."""
+    def targeted(self, state: EpochState | None, sequence: Sequence, target: KvTarget) -> None:
+        """The target of a live request has come, behind its submit."""
+        sequence.submission = replace(sequence.submission, send_kv_to=target)
+        if state is not None and sequence in self._running and sequence.lifecycle is Lifecycle.RUNNING:
+            self._send_ahead(state, sequence, state.last_step_id)
+
+    def pass_time(self, state: EpochState, now: float) -> None:
+        """Ends what was begun for requests that are over, and requests that have their token and wait for their target
+        no longer. Call before each plan."""
+        self._now = now
         for sequence in [s for s in self.sending if s.lifecycle is Lifecycle.FINISHED]:
             self._give_up(sequence)
+        if self._without_target:
+            self._without_target = {
+                sequence: since
+                for sequence, since in self._without_target.items()
+                if sequence.lifecycle is Lifecycle.RUNNING
+            }
+            self.processed(state)
 
     def take_wanted(self) -> list[Handover]:
         """KV to be sent; each is told once, and to be released()."""
@@ -148,6 +173,8 @@ class KvHandovers:
         """Asks for the next chunk of a prompt, if enough of it is planned."""
         target, table, slot = sequence.submission.send_kv_to, state.table, sequence.slot
         assert target is not None
+        if not target.is_known:
+            return
         planned = table.planned_len.item(slot)
         sending = self.sending.get(sequence)
         if sending is None:
@@ -183,6 +210,14 @@ class KvHandovers:
         self._wanted.append(handover)
         self.num_chunks += 1
 
+    def _awaits_target(self, sequence: Sequence) -> bool:
+        """True for a request that has its token, while it may still hear where its KV goes."""
+        target = sequence.submission.send_kv_to
+        if target is None or target.is_known:
+            self._without_target.pop(sequence, None)
+            return False
+        return self._now < self._without_target.setdefault(sequence, self._now) + _TARGET_S
+
     def _give_up(self, sequence: Sequence) -> None:
         sending = self.sending.pop(sequence, None)
         if sending is not None and sending.is_begun and sequence.submission.send_kv_to is not None:
@@ -193,7 +228,10 @@ class KvHandovers:
         last = None if sending is None else sending.last
         namespace = pages.namespace_of(sequence)
         leased = pages.lend(sequence) if last in self._held else None
-        self._finish(sequence, SequenceEnd(FinishReason.HANDED_OVER))
+        # Of one that is not handed over the router tells the decode side, which need not find out.
+        reason = FinishReason.LENGTH if last is None else FinishReason.HANDED_OVER
+        self._without_target.pop(sequence, None)
+        self._finish(sequence, SequenceEnd(reason))
         if last is None:
             # The decode side computes it: nothing arrives there in time.
             target = sequence.submission.send_kv_to

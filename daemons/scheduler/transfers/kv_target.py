@@ -21,7 +21,8 @@ _MAX_TOKENS = 1 << 30
 class KvTarget:
     """KV of tokens [first_token, first_token + num_tokens) is wanted there.
 
-    regions, addresses: of each rank of the receiving group. tokens_digest: see digest_of().
+    regions, addresses: of each rank of the receiving group. tokens_digest: see digest_of(). One without regions is not
+    known yet, but for its id: the rest follows.
     """
 
     transfer_id: str
@@ -32,6 +33,11 @@ class KvTarget:
     tokens_digest: bytes
 
     @property
+    def is_known(self) -> bool:
+        """False: only its id is."""
+        return bool(self.regions)
+
+    @property
     def end(self) -> int:
         """Position behind the last token that is wanted."""
         return self.first_token + self.num_tokens
@@ -39,6 +45,7 @@ class KvTarget:
     @classmethod
     def from_proto(cls, message: scheduler_pb2.TransferTarget) -> KvTarget:
         """Raises INVALID_ARGUMENT, naming the field."""
+        is_bare = message == scheduler_pb2.TransferTarget(transfer_id=message.transfer_id)
         sizes = {
             "transfer_id": 0 < len(message.transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES,
             "regions": 0 < len(message.regions) <= MAX_RANKS and max(map(len, message.regions)) <= MAX_REGION_BYTES,
@@ -48,7 +55,7 @@ class KvTarget:
             "tokens_digest": len(message.tokens_digest) == hashlib.sha256().digest_size,
         }
         for name, is_right in sizes.items():
-            if not is_right:
+            if not is_right and (name == "transfer_id" or not is_bare):
                 text = f"send_kv_to.{name} is none that a reservation was answered with: send the answer as it came"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, text, {"field": f"send_kv_to.{name}"})
         return cls(

@@ -4,14 +4,18 @@ begin --> RESERVING --the decode side has a place--> PREFILLING --handed over-->
               |                                          |
               +----- no place, or nothing to send -------+--- lost, rejected --> gone: the decode side is told
 
+Where no other output waits for a place at the decode side, the prompt is submitted while the place is made, and its
+target follows: to make one takes two calls, for which the prefill does not wait then. One that gets no place has begun
+for nothing, and is ended.
+
 An output that moves from a scheduler which lives is such a prompt as well, with the ids that it has: its former
 scheduler finds their KV in its cache, and sends it, where that was measured to be cheaper than to compute them anew.
 
 The output is at its decode side from the start, and waits there. The prefill's first token is the output's: as it comes
 it goes to the client, and to the decode side with a new attempt, which begins with the second. That the prefill is over
-comes some milliseconds later, when its scheduler has settled the step; a token with which the output ends, and one whose
-logprobs are not there, wait for that. Whatever happens to its prefill,
-that side computes the prompt itself: at once when it is told so here, otherwise when nothing has come for some seconds.
+comes some milliseconds later, when its scheduler has settled the step; a token with which the output ends, and one
+whose logprobs are not there, wait for that. Whatever happens to its prefill, that side computes the prompt itself: at
+once when it is told so here, otherwise when nothing has come for some seconds.
 So nothing of an output's life depends on any of this, and nothing is kept for it beyond the table here.
 """
 
@@ -51,7 +55,10 @@ class _Prefill:
     since: float
     is_move: bool = False
     """From where it ran."""
+    is_ahead: bool = False
+    """It was submitted before there was a place."""
     is_begun: bool = False
+    """It was submitted, and there is a place."""
     is_sending: bool = False
 
 
@@ -156,20 +163,38 @@ class RemotePrefills:
         output.transfer_id = transfer_id
         decode.reserve(reservation_of(output, transfer_id, _LEASE_MS, prefill.page_size, prefill.kv_heads))
 
+    def submitted(self, output: Output) -> None:
+        """The output is at its decode side now: its prefill begins, where there will likely be a place for its KV."""
+        found = self._prefills.get(output.transfer_id)
+        if found is None or found.output is not output or found.is_move or found.is_begun:
+            return
+        # One that waits longer than a call takes has no room, nor have those behind it.
+        others = (prefill for prefill in self._prefills.values() if prefill is not found and not prefill.is_begun)
+        if any(other.decode is found.decode for other in others):
+            return
+        if found.prefill.takes_kv_targets and found.prefill.is_group_serving:
+            found.is_ahead = True
+            bare = scheduler_pb2.TransferTarget(transfer_id=output.transfer_id)
+            found.prefill.prefill(output, output.transfer_id, bare)
+
     def answered(self, decode: SchedulerLink, result: scheduler_pb2.ReservationResult) -> None:
         """The decode side has a place, or none."""
         found = self._prefills.get(result.transfer_id)
         if found is None or found.decode is not decode or found.is_begun:
             return
-        if not found.prefill.is_group_serving and not found.is_move:
+        if not found.prefill.is_group_serving and not (found.is_move or found.is_ahead):
             found.prefill = self._other_than(found)
         if not result.HasField("target") or not found.prefill.is_group_serving:
             if result.HasField("error"):
                 log.info("prefill_in_place", transfer=result.transfer_id, error=result.error.message)
+            self._cancel(found)
             self._give_up(result.transfer_id, found, is_known=result.HasField("target"))
             return
         found.is_begun = True
-        found.prefill.prefill(found.output, result.transfer_id, result.target)
+        if found.is_ahead:
+            found.prefill.send_target(result.target)
+        else:
+            found.prefill.prefill(found.output, result.transfer_id, result.target)
 
     def token_came(self, prompt: RemotePrompt) -> bool:
         """The prefill has brought a token, ahead of its end. True: it is the output's, which goes on behind it."""
@@ -231,7 +256,7 @@ class RemotePrefills:
                 continue
             is_late = now - found.since >= self._timeout_s
             # A prompt that waits for room may go elsewhere when that is there; KV of a move is nowhere else.
-            is_lost = not found.prefill.is_group_serving and (found.is_begun or found.is_move)
+            is_lost = not found.prefill.is_group_serving and (found.is_begun or found.is_ahead or found.is_move)
             if is_late or is_lost:
                 # A scheduler would begin anew with its next worker: that takes longer to load than any prompt.
                 self._cancel(found)
@@ -250,7 +275,7 @@ class RemotePrefills:
     def _cancel(self, found: _Prefill) -> None:
         """Ends the prefill where it runs."""
         output = found.output
-        if found.is_begun and not found.is_sending and found.prefill.is_connected:
+        if (found.is_begun or found.is_ahead) and not found.is_sending and found.prefill.is_connected:
             found.prefill.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
 
     def _give_up(self, transfer_id: str, found: _Prefill, *, is_known: bool) -> None:

@@ -62,6 +62,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
         self.kv_heads = b""
+        self.takes_kv_targets = False
+        """Prompts for outputs elsewhere may come ahead of the target of their KV."""
         """KV heads of its ranks, as its hello has them."""
         self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
         """In disaggregated prefill and decode, as last announced."""
@@ -204,13 +206,19 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.wake()
 
     def prefill(self, output: Output, transfer_id: str, target: scheduler_pb2.TransferTarget) -> None:
-        """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows."""
+        """Computes the prompt of an output that runs elsewhere; on_prefill_over() follows. target: with its id alone
+        where send_target() will bring the rest."""
         self._last_handle += 1
         self._sequence += 1
         self._prefills[self._last_handle] = RemotePrompt(
             transfer_id=transfer_id, output=output, attempt=output.attempt, num_before=len(output.ids)
         )
         self._frames.add_prefill(prefill_of(output, self._last_handle, self._sequence, target))
+        self.wake()
+
+    def send_target(self, target: scheduler_pb2.TransferTarget) -> None:
+        """Where the KV goes of a prompt that is there already."""
+        self._frames.add_target(target)
         self.wake()
 
     @property
@@ -275,6 +283,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.role, self.kv_heads = frame.hello.role, frame.hello.kv_heads
+        self.takes_kv_targets = frame.hello.takes_kv_targets
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
         self._frames.can_share = version >= SHARING_VERSION
@@ -324,7 +333,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self._events.on_rejected(output, self, error)
         if not self._frames.is_empty:
             self.wake()
-        return frame if frame.submits or frame.stops or frame.aborts or frame.reservations else None
+        is_empty = not (frame.submits or frame.stops or frame.aborts or frame.reservations or frame.kv_targets)
+        return None if is_empty else frame
 
     def _on_frame(self, frame: _Response) -> None:
         if frame.HasField("tokens"):

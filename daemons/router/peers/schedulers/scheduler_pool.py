@@ -233,6 +233,7 @@ class SchedulerPool(PeerPool):
             num_lacking = self.prefills.num_lacking(output, link)
             way = self.prefills.begin_move(output, source, link)
         link.submit(output)
+        self.prefills.submitted(output)
         if way is not None:
             self.prefills.costs.begin(link, link.last_sequence, way, num_lacking)
         self.placement.take_sent(link, decision)

@@ -28,12 +28,14 @@ class ServeFrames:
         self._aborts: deque[scheduler_pb2.Abort] = deque()
         self._prefills: deque[scheduler_pb2.Submit] = deque()
         self._reservations: deque[scheduler_pb2.Reservation] = deque()
+        self._targets: deque[scheduler_pb2.TransferTarget] = deque()
         # Hashes of the blobs that went with submits of this stream, the least recently named first.
         self._sent_blobs: OrderedDict[str, None] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
-        return not (self._submits or self._stops or self._aborts or self._prefills or self._reservations)
+        of_outputs = self._submits or self._stops or self._aborts
+        return not (of_outputs or self._prefills or self._reservations or self._targets)
 
     def submit(self, output: Output, handle: int, sequence: int) -> None:
         """The output is submitted as it stands when its frame is made."""
@@ -51,6 +53,10 @@ class ServeFrames:
     def add_reservation(self, reservation: scheduler_pb2.Reservation) -> None:
         self._reservations.append(reservation)
 
+    def add_target(self, target: scheduler_pb2.TransferTarget) -> None:
+        """Of a prompt that was added before."""
+        self._targets.append(target)
+
     def forget_blob(self, blob_hash: str) -> None:
         """The scheduler does not have it any more: it goes with the next submit that names it."""
         self._sent_blobs.pop(blob_hash, None)
@@ -63,6 +69,7 @@ class ServeFrames:
         self._aborts.clear()
         self._prefills.clear()
         self._reservations.clear()
+        self._targets.clear()
 
     def next(self, running: Container[int]) -> tuple[scheduler_pb2.ServeRequest, list[tuple[Output, MeshError]]]:
         """The next frame, empty where nothing waits, and outputs that no frame can carry.
@@ -105,6 +112,9 @@ class ServeFrames:
                 break
             self._note_blobs(self._prefills[0])
             frame.submits.append(self._prefills.popleft())
+        # Never ahead of the prompt that it is for.
+        while self._targets and not self._prefills and budget.take(self._targets[0].ByteSize()):
+            frame.kv_targets.append(self._targets.popleft())
         return frame, refused
 
     def _submit_of(

@@ -51,18 +51,20 @@ CACHE_TIER_HOST: CacheTier
 CACHE_TIER_STORE: CacheTier
 
 class ServeRequest(_message.Message):
-    __slots__ = ("hello", "submits", "stops", "aborts", "reservations")
+    __slots__ = ("hello", "submits", "stops", "aborts", "reservations", "kv_targets")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_TARGETS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     stops: _containers.RepeatedCompositeFieldContainer[FinishedByStop]
     aborts: _containers.RepeatedCompositeFieldContainer[Abort]
     reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ...) -> None: ...
+    kv_targets: _containers.RepeatedCompositeFieldContainer[TransferTarget]
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ..., kv_targets: _Optional[_Iterable[_Union[TransferTarget, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "blobs", "transfer_id", "embeddings", "send_kv_to", "trace_context", "shares_with")
@@ -207,20 +209,22 @@ class ServeResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., reservation_results: _Optional[_Iterable[_Union[ReservationResult, _Mapping]]] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
-    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role", "kv_heads")
+    __slots__ = ("hello", "adapters", "page_size", "num_pages", "role", "kv_heads", "takes_kv_targets")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_KV_TARGETS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     adapters: _containers.RepeatedScalarFieldContainer[str]
     page_size: int
     num_pages: int
     role: SchedulerRole
     kv_heads: bytes
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., kv_heads: _Optional[bytes] = ...) -> None: ...
+    takes_kv_targets: bool
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., role: _Optional[_Union[SchedulerRole, str]] = ..., kv_heads: _Optional[bytes] = ..., takes_kv_targets: bool = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("handles", "attempts", "first_output_indexes", "counts", "ids", "logprobs", "weights_version")
