@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -24,9 +24,11 @@ from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
+from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.kv_transfer.transport import KvTransport, checksum_of
 from radixmesh.daemons.worker.kv_transfer.transports import nixl_agent, shared_memory
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport, make_transport
+from radixmesh.daemons.worker.kv_transfer.transports.nixl_transport import NixlTransport
 from radixmesh.worker.v1 import worker_pb2
 
 NIXL = pytest.param(TransferTransport.NIXL, marks=needs_nixl)
@@ -277,6 +279,25 @@ async def test_a_writer_that_was_not_let_in_writes_nothing() -> None:
 
 
 @needs_nixl
+async def test_a_writer_over_nixl_tells_of_its_end_and_registers_nothing_for_stamps() -> None:
+    async with pair(transfer_transport=TransferTransport.NIXL) as both:
+        transport = make_transport(TransferTransport.NIXL)
+        assert isinstance(transport, NixlTransport)
+        register, registered, num_free = transport.agent.register, [], transport.slab.num_free
+        transport.agent.register = lambda *memory: (registered.append(memory), register(*memory))[1]  # type: ignore[method-assign]
+        region = await both.prepare()
+        received = both.core(1).transfers.receiver.get("t")
+        async with transport.open(both.workers[1].address, region, "w") as writer:
+            await writer.write(0, np.arange(STAMP_BYTES, dtype=np.uint8))
+            await _until(lambda: received.num_written == STAMP_BYTES)
+            assert received.memory is not None and not received.is_ending
+            assert received.memory[:STAMP_BYTES].tolist() == list(range(STAMP_BYTES))
+            assert not registered and transport.slab.num_free == num_free
+            await writer.ending()
+            await _until(lambda: received.is_ending)
+
+
+@needs_nixl
 def test_pieces_of_the_slab_are_nobody_elses_and_come_back() -> None:
     slab = nixl_agent.Slab(nixl_agent.NixlAgent(), 1 << 20)
     rng, pieces = random.Random(22), []
@@ -316,3 +337,9 @@ def test_a_process_is_gone_by_its_start_and_only_on_this_host() -> None:
         time.sleep(0.01)
     assert seen.is_gone()
     process.join()
+
+
+async def _until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_true():
+            await asyncio.sleep(0.001)

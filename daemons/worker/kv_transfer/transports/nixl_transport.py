@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -44,8 +45,12 @@ log = get_logger(__name__)
 
 # The library copies between processes of one host as it is called, and takes no other call meanwhile.
 _WRITE_BYTES = 16 << 20
+# A write is seen to be over by a tenth of its time later.
 _POLL_S = 0.0005
 _MOST_POLL_S = 0.02
+_POLL_SHARE = 0.1
+# Less is copied to a piece of the slab: to register memory, and forget it again, takes as long as to write megabytes.
+_COPIED_BYTES = 4096
 # Peers that the log is told of: more are counted alone.
 _MAX_FALLBACK_PEERS = 1024
 HOST_MEMORY = -1
@@ -233,6 +238,10 @@ class _NixlWriter(KvWriter):
                 await asyncio.shield(self._running)
             await self.words.wrote(part[1])
 
+    async def ending(self) -> None:
+        # The receiver may be asked to commit then; it grants and copies nothing ahead of the last word.
+        await self.words.ending()
+
     async def done(self, checksum: int) -> None:
         try:
             await self.words.done(checksum)
@@ -256,17 +265,23 @@ class _NixlWriter(KvWriter):
     async def _write(self, offset: int, part: _Place, data: ByteArray | DevicePiece) -> None:
         """Writes a part of data, which is registered or becomes so. Returns when nothing reads it any more. Raises
         TRANSFER_FAILED."""
-        agent, metadata = self._transport.agent, self._region.nixl.agent_metadata
-        # Stamps, and all else that does not lie in a slab, are registered for this write alone.
-        is_registered = isinstance(data, DevicePiece) or self._transport.slab.has(data)
+        agent, slab, metadata = self._transport.agent, self._transport.slab, self._region.nixl.agent_metadata
+        is_registered = isinstance(data, DevicePiece) or slab.has(data)
+        copied: ByteArray | None = None
+        if not isinstance(data, DevicePiece) and not is_registered and len(data) <= _COPIED_BYTES:
+            with suppress(MemoryError):
+                copied = slab.take(len(data))
+                copied[:] = data
+                part, is_registered = _place(copied), True
+        # What does not lie in a slab is registered for this write alone.
         own = None if is_registered else await asyncio.to_thread(agent.register, *part)
         is_done = False
         try:
             handle = await asyncio.to_thread(agent.post_write, self._peer, part, self._target(offset, part[1]))
-            pause = _POLL_S
+            began = time.monotonic()
             while (state := await asyncio.to_thread(agent.state, handle)) == "PROC":
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, _MOST_POLL_S)
+                pause = _POLL_SHARE * (time.monotonic() - began)
+                await asyncio.sleep(min(max(pause, _POLL_S), _MOST_POLL_S))
             await asyncio.to_thread(agent.release, handle)
             is_done = state == "DONE"
         finally:
@@ -274,6 +289,8 @@ class _NixlWriter(KvWriter):
                 await asyncio.to_thread(agent.deregister, own)
             if not is_done:
                 await asyncio.to_thread(agent.disconnect, metadata)
+            if copied is not None:
+                slab.give_back(copied)
         if not is_done:
             message = "KV could not be written over NIXL: the peer is gone"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message)
