@@ -77,3 +77,17 @@ def test_rows_of_sizes_that_are_there_and_larger_ones_capture_nothing() -> None:
     runner = _runner(device, captures_late=True)
     for num_rows in (16, 32, 33, 40) * PADDED_STEPS:
         assert runner.forwards.late_size(num_rows) is None
+
+
+def test_a_step_that_has_its_graph_waits_for_no_capture() -> None:
+    device = ReplayingDevice()
+    runner = _runner(device, captures_late=True)
+    graphs = runner.forwards.decodes.graphs
+    decode_alone(runner, ROWS, PADDED_STEPS + 1, lag=0)
+    device.replayed.clear()
+    runner.slots.forget(range(ROWS))  # They begin anew.
+    decode_alone(runner, 1, 6, lag=0)
+    assert sorted(graphs.captured_sizes) == FIRST and [shape[0] for shape in device.replayed] == [1] * 6
+    runner.slots.forget(range(ROWS))
+    decode_alone(runner, ROWS, 1, lag=0)
+    assert sorted(graphs.captured_sizes) == sorted(FIRST + REST), "it goes on ahead of a step that it is for"

@@ -358,25 +358,29 @@ class DeviceRunner(ModelRunner):
         self.slots.send(_slots_of(rows, segments), rows.page_tables, rows.num_pages)
         return self._launch_chunks(rows, segments)
 
-    def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
+    def _launch_decodes(self, rows: DecodeRows, *, may_capture: bool = True) -> StepHandle[StepOutput]:
+        """may_capture: part of a graph may be captured ahead of the step."""
         if not len(rows.slots) and self.links.travels is None:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
             return self._results.handle(start, start, StepHandle.of(NOTHING), rows.slots, moves=self._moves)
-        if len(rows.slots):
+        if len(rows.slots) and may_capture:
             self._capture_piece(len(rows.slots))
         start, end, fetched = self.forwards.decodes.launch(rows, self._sampler, self._clock, self._admissions)
         return self._results.handle(start, end, fetched, rows.slots, moves=self._moves)
 
     def _capture_piece(self, num_rows: int) -> None:
         """Captures a part of a graph ahead of a step of so many decodes, if one is under way or is due for such steps.
-        One that cannot be had leaves steps with those that are there."""
+        One that cannot be had leaves steps with those that are there. A step that has a graph of its size waits for
+        nobody else's: a part takes as long as some steps of few rows."""
         capture = self._capturing
         if capture is None:
             size = self.forwards.late_size(num_rows)
             if size is None:
                 return
             capture = self._capturing = _LateCapture(size, self.forwards.decodes.pieces(self._sampler, size), [])
+        elif self.forwards.decodes.graphs.has_own(num_rows):
+            return
         # No event says when the staging slots that it takes are free again.
         self.device.record_event().wait()
         started = time.monotonic()
@@ -408,7 +412,8 @@ class DeviceRunner(ModelRunner):
 
     def _launch_as_decodes(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step whose chunks are one token each, and sampled."""
-        handle, num_rows = self._launch_decodes(_with_rows(rows, segments)), len(rows.slots)
+        # The first token behind KV from elsewhere waits for no capture.
+        handle, num_rows = self._launch_decodes(_with_rows(rows, segments), may_capture=False), len(rows.slots)
 
         def collect() -> StepOutput:
             output = handle.result()

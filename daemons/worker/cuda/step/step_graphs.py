@@ -27,6 +27,10 @@ class StepGraphs:
         """Rows of the smallest captured graph for a step; None if there is none."""
         return next((size for size in self.sizes if size >= num_rows and size in self.captured_sizes), None)
 
+    def has_own(self, num_rows: int) -> bool:
+        """True if steps of so many rows have the graph that they are to have, or are too large for all."""
+        return self.captured(num_rows) == self.bucket(num_rows)
+
     def of_size(self, num_rows: int) -> int | None:
         """The same number, if a graph is captured for just so many rows."""
         return num_rows if num_rows in self.captured_sizes else None
