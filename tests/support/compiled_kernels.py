@@ -386,7 +386,7 @@ def _rank_launches(num_ranks: int) -> None:
 
     table = PeerTable.alone(num_ranks - 1, num_ranks, torch.device("cpu"))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for shape in ((1, 1), (1, 4096), (3, 1000), (256, 4096)):
+        for shape in ((1, 1), (1, 4096), (3, 1000), (40, 4096), (256, 4096)):
             x = torch.zeros(shape, dtype=dtype)
             sum_of_ranks(x, table)
             sum_of_ranks(x, table, x, out=x)
