@@ -255,6 +255,7 @@ class CudaDevice(Device):
         self._urgent = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._patient = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
         self._uploads: PinnedRing | None = None
         self._uploading = threading.Lock()
@@ -338,6 +339,12 @@ class CudaDevice(Device):
         mode = "thread_local"
         # Not torch.cuda.graph(): it waits for all streams, and empties torch's caches, which the next step fills again.
         self._stream.synchronize()
+        if not self._graphs:
+            # The last graph of a pool that goes takes the pool along: torch keeps its memory until its caches are
+            # emptied, and no capture may use its name again.
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
         with without_collections(), torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode=mode)
             try:
