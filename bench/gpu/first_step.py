@@ -5,13 +5,16 @@ prompt is computed, then decodes follow.
 
 In process: the runner is driven by hand. Medians of --times rounds. launch_ms: of the host, from the call to its
 return; first_ms: from there until the token is on the host; device_ms: of the first step and of those behind it, which
-are launched without a wait.
+are launched without a wait. profile: of --profile further first steps, each after 30 ms, the functions in which the
+host spends most of launch_ms: milliseconds a step in the function alone and with those it calls, calls, and its name.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import sys
 import tempfile
 import time
@@ -42,6 +45,7 @@ class FirstSteps:
         self._runner, self._num_tokens = runner, num_tokens
         self._sampling = Sampling(temperature=temperature, seed=7)
         self._rng = np.random.default_rng(0)
+        self.profile: cProfile.Profile | None = None
 
     def run(self, idle_ms: float) -> dict[str, list[float]]:
         """One round, after a pause."""
@@ -70,8 +74,12 @@ class FirstSteps:
         segment = Segment(slot=0, ids=first, start=self._num_tokens, pages=pages, sample=sample)
         time.sleep(idle_ms / 1e3)
         began = time.perf_counter()
+        if self.profile is not None:
+            self.profile.enable()
         runner.admitted(admit)
         handles = [runner.launch(_with(rows, 0, ()), [segment], 0)]
+        if self.profile is not None:
+            self.profile.disable()
         launched = time.perf_counter()
         behind = range(self._num_tokens + 1, self._num_tokens + 1 + _BEHIND)
         handles += [runner.launch(_with(rows, position, (0,)), (), 0) for position in behind]
@@ -99,6 +107,20 @@ def _with(tables: Mapping[str, np.ndarray], position: int, slots: tuple[int, ...
     )
 
 
+def _profiled(steps: FirstSteps, num: int) -> list[str]:
+    if not num:
+        return []
+    steps.profile = cProfile.Profile()
+    for _ in range(num):
+        steps.run(30)
+    found = pstats.Stats(steps.profile).get_stats_profile().func_profiles
+    largest = sorted(found.items(), key=lambda item: -item[1].tottime)[:40]
+    return [
+        f"{1e3 * of.tottime / num:.3f} {1e3 * of.cumtime / num:.3f} {of.ncalls} {Path(of.file_name).name}:{of.line_number} {name}"
+        for name, of in largest
+    ]
+
+
 def _fields(rows: DecodeRows) -> dict[str, np.ndarray]:
     return {name: getattr(rows, name) for name in ("slots", "ids", "positions", "seeds", "is_sampled")}
 
@@ -110,6 +132,7 @@ def main() -> None:
     parser.add_argument("--idle-ms", type=float, nargs="*", default=[0, 3, 10, 30, 100, 300, 1000])
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--profile", type=int, default=40, metavar="STEPS")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,6 +165,7 @@ def main() -> None:
         "machine": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "rows": rows,
+        "profile": _profiled(steps, args.profile),
     }
     if args.results is not None:
         args.results.write_text(json.dumps(told, indent=1) + "\n")

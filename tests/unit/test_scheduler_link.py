@@ -314,6 +314,23 @@ async def test_a_prompt_for_elsewhere_ends_with_its_token() -> None:
         assert not output.ids
 
 
+async def test_a_target_follows_the_prompt_that_it_is_for() -> None:
+    async with talk() as made:
+        assert not made.link.takes_kv_targets, "a hello that does not say so"
+        (output,) = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=10).outputs
+        # An abort goes ahead of prompts, in a frame of its own.
+        made.link.cancel(output.request, below_attempt=1)
+        made.link.prefill(output, "t", scheduler_pb2.TransferTarget(transfer_id="t"))
+        made.link.send_target(scheduler_pb2.TransferTarget(transfer_id="t", num_tokens=5))
+        await made.hear(Frame())
+        frames = [frame for frame in made.wire.sent if frame.submits or frame.kv_targets or frame.aborts]
+        assert [(len(f.aborts), len(f.submits), len(f.kv_targets)) for f in frames] == [(1, 0, 0), (0, 1, 1)]
+        assert frames[1].submits[0].send_kv_to == scheduler_pb2.TransferTarget(transfer_id="t")
+        made.link.send_target(scheduler_pb2.TransferTarget(transfer_id="u", num_tokens=5))
+        await made.hear(Frame())
+        assert [target.transfer_id for target in made.wire.sent[-1].kv_targets] == ["u"]
+
+
 async def test_a_role_is_that_of_the_latest_load_that_names_one() -> None:
     async with talk() as made:
         assert made.link.role == scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
