@@ -217,7 +217,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.wake()
 
     def send_target(self, target: scheduler_pb2.TransferTarget) -> None:
-        """Where the KV goes of a prompt that is there already."""
+        """Tells where the KV of a prompt goes that is there already."""
         self._frames.add_target(target)
         self.wake()
 

@@ -273,7 +273,7 @@ class _NixlWriter(KvWriter):
                 copied = slab.take(len(data))
                 copied[:] = data
                 part, is_registered = _place(copied), True
-        # What does not lie in a slab is registered for this write alone.
+        # All else outside the slab is registered for this write alone.
         own = None if is_registered else await asyncio.to_thread(agent.register, *part)
         is_done = False
         try:
