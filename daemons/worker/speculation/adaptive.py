@@ -162,7 +162,7 @@ class DraftLengths:
         costs, before = self._costs[_bucket(len(slots))], self._before
         self._before = None if times is None else _Step(slots, has_drafts, times[1])
         if times is not None:
-            is_next = before is not None and before.end_ns <= times[0] and _are_same(before.slots, slots)
+            is_next = before is not None and before.end_ns < times[1] and _are_same(before.slots, slots)
             start_ns = before.end_ns if before is not None and is_next else times[0]
             was_same = before is not None and before.has_drafts == has_drafts
             self._note(costs, times[1] - start_ns, has_drafts, num_caught, is_rough=not is_next, is_settled=was_same)
@@ -195,7 +195,7 @@ class DraftLengths:
             # The first steps of a load are among the plain ones. A trial may end without telling what drafts cost.
             costs.to_trial -= bool(plain_ns)
             return bool(is_alone and plain_ns and costs.to_trial < 0 and self._try(slots, costs))
-        cost, expected = drafting_ns / plain_ns, float(self._yields[slots].mean())
+        cost, expected = drafting_ns / plain_ns, float(self._yields[slots].sum()) / len(slots)
         pays = expected >= cost * _MARGIN and not costs.is_stopped
         if not is_alone:
             return pays
@@ -209,11 +209,15 @@ class DraftLengths:
         if costs.is_stopped:
             return False
         unseen = self._unseen if costs.to_trial >= 0 else 0
+        of_trial = (unseen + _TRIAL_STEPS) * max(cost - expected, _LEAST_LOSS)
+        is_unseen = bool(self._catch_up) and not costs.num_caught and costs.to_trial < 0
+        # What follows is of numbers by row, which take longer than all else here.
+        if costs.credit_ns < of_trial * plain_ns and not is_unseen:
+            return False
         lapsed = self._lapsed[slots]
-        if costs.to_trial < 0 and not costs.num_caught and lapsed.max() >= 2 * _LEAST_CAUGHT:
+        if is_unseen and lapsed.max() >= 2 * _LEAST_CAUGHT:
             # What it costs to catch up with much is better known before it is much.
             return self._try(slots, costs)
-        of_trial = (unseen + _TRIAL_STEPS) * max(cost - expected, _LEAST_LOSS)
         of_trial += (self._steps_behind(slots) - 1) * (cost - 1)
         of_trial += costs.per_token * float(lapsed.mean())
         if costs.credit_ns < of_trial * plain_ns:

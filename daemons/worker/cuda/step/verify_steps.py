@@ -313,7 +313,9 @@ class VerifySteps:
             return
         assert rows.bounds is not None, "a row that verifies drafts has bounds"
         slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
-        tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+        tokens[:count] = lengths[:count] = -1
+        if self._slots.has_new_tokens:
+            tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
         if width == 1:
             starts[:count] = counts[:count] = 0
             return
