@@ -1,4 +1,4 @@
-"""What a worker that verifies drafts launches for requests was launched before the first one: nothing compiles late."""
+"""All that a worker with drafts launches for requests was launched before the first one: nothing compiles late."""
 
 import itertools
 import os

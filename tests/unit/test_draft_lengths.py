@@ -195,7 +195,7 @@ def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
 _OF_A_SMALL_MODEL = 2.17
 """Cost measured on an H200 for a Llama of 150 million parameters and its EAGLE-3 head: 0.93 and 0.43 ms a step."""
 _SAMPLED, _GREEDY = (0.374, 0.132, 0.071, 0.039), (0.748, 0.526, 0.430, 0.289)
-"""What was accepted there of each position, with those before it."""
+"""Drafts of each position that were accepted there, with those before it."""
 
 
 def _serve(
@@ -247,7 +247,7 @@ def _serve(
 def test_requests_one_after_the_other_are_nearly_as_fast_as_the_better_way(
     cost: float, by_position: tuple[float, ...], seed: int
 ) -> None:
-    """What some thousand steps have told is kept across the requests of a worker."""
+    """Some thousand steps tell enough, which is kept across the requests of a worker."""
     lengths = _of_network(8)
     sizes = {"is_sampled": by_position is _SAMPLED, "seed": seed}
     assert _serve(lengths, by_position, cost, num_requests=12, **sizes) > 0.98

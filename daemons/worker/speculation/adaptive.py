@@ -211,12 +211,12 @@ class DraftLengths:
         unseen = self._unseen if costs.to_trial >= 0 else 0
         of_trial = (unseen + _TRIAL_STEPS) * max(cost - expected, _LEAST_LOSS)
         is_unseen = bool(self._catch_up) and not costs.num_caught and costs.to_trial < 0
-        # What follows is of numbers by row, which take longer than all else here.
+        # Numbers by row take longer than all else here.
         if costs.credit_ns < of_trial * plain_ns and not is_unseen:
             return False
         lapsed = self._lapsed[slots]
         if is_unseen and lapsed.max() >= 2 * _LEAST_CAUGHT:
-            # What it costs to catch up with much is better known before it is much.
+            # The cost of catching up is better known before it is with much.
             return self._try(slots, costs)
         of_trial += (self._steps_behind(slots) - 1) * (cost - 1)
         of_trial += costs.per_token * float(lapsed.mean())

@@ -226,7 +226,7 @@ class VerifySteps:
         is_guided: bool,
         waits: bool,
     ) -> None:
-        """What the graph of a step leaves: rows that sample again, trees, and logprobs of the positions that ask."""
+        """The rest of a step, behind its graph: rows that sample again, trees, logprobs of positions that ask."""
         drafted, target = self._drafted(padded, width), self._target(padded, width)
         has_trees = self._has_trees and width > 1
         as_they_were_TV, taken_T = logits_TV, None
