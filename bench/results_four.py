@@ -92,7 +92,9 @@ def _rows(parts: Mapping[str, Any]) -> list[str]:
                 [{"nccl": "NCCL", "nixl": "NIXL EP"}[way], count, f"{ours:,.0f}", f"{own:,.0f}", f"{ours / own:.2f}"]
             )
     (sums,) = parts["sums"]
-    micros = sums["micros_by_rows"]
+    micros, since = sums["micros_by_rows"], read("h200x4-groups.json")["since"]["sums in two shots"]
+    ways = {"peer": micros["peer"], "peer, two shots": since["micros_by_rows"]["peer"], "nccl": micros["nccl"]}
+    ways = {way: list(by_rows.values()) for way, by_rows in ways.items()}
     return [
         wrapped(
             "Rows of 7,168 numbers to 8 of 256 experts and back at low latency, microseconds a layer, as a layer of a "
@@ -104,11 +106,11 @@ def _rows(parts: Mapping[str, Any]) -> list[str]:
         *table(["transport", "rows of a rank", "ours", "own calls", "ratio"], rows),
         "",
         wrapped(
-            f"Sums of four ranks' rows of {sums['hidden']:,} numbers, microseconds; `peer` in one shot, before large "
-            "sums of more than two ranks were made in two:"
+            f"Sums of four ranks' rows of {sums['hidden']:,} numbers, microseconds: `peer` in one shot, in two (commit "
+            f"{since['commit']}; 16 rows and fewer in one), and NCCL. From 160 rows on two are taken since then."
         ),
         "",
-        *table(["rows", *micros["peer"]], [[way, *(f"{us:,.1f}" for us in micros[way].values())] for way in micros]),
+        *table(["rows", *micros["peer"]], [[way, *(f"{us:,.1f}" for us in times)] for way, times in ways.items()]),
         "",
     ]
 

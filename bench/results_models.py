@@ -181,12 +181,13 @@ def starts(_: Mapping[str, Any]) -> list[str]:
 
 
 def _daemon_start(got: Mapping[str, Any]) -> str:
-    cold, warm = (got["starts"][name] for name in ("cold 1", "warm 1"))
+    (cold, warm), before = (got["starts"][name] for name in ("cold 1", "warm 1")), got["before"]
     phases = ", ".join(f"{phase['event']} {phase['at_s']:.1f}" for phase in cold["phases"] if "seconds" in phase)
     return (
         f"The whole daemon, mask processes included, commit {got['commit']} (`{got['command']}`): it serves "
-        f"{cold['serving_s']:.1f} s after an empty start and {warm['serving_s']:.1f} with warm caches. Ends of phases "
-        f"of the empty one, by their events in the log: {phases}. What has changed since has run on no GPU."
+        f"{cold['serving_s']:.1f} s after an empty start and {warm['serving_s']:.1f} with warm caches, where commit "
+        f"{before['commit']} took {before['serving_s']['cold 1']:.1f} and {before['serving_s']['warm 1']:.1f}. Ends of "
+        f"phases of the empty one, by their events in the log: {phases}."
     )
 
 

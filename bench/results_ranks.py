@@ -191,12 +191,16 @@ def guided(_: Mapping[str, Any]) -> list[str]:
                 "rows_kept": "four processes, rows of a step kept",
                 "eight_processes": "eight processes",
                 "debug_log": "four processes, worker that logs each step",
+                "busy_machine": "four processes, cores that others load",
             }[name],
             *(f"{got[name][case]['out_tok_s']:,.0f}" for case in ("free", "guided")),
             f"{got[name]['guided_of_free']:.3f}",
             f"{got[name]['others_of_free']:.3f}",
         ]
-        for name in ("before", "filled", "threads", "processes", "rows_kept", "eight_processes", "debug_log")
+        for name in (
+            *("before", "filled", "threads", "processes", "rows_kept", "eight_processes", "debug_log"),
+            "busy_machine",
+        )
     ]
     return [
         *("## Rows that follow a grammar", ""),

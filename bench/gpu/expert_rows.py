@@ -44,6 +44,8 @@ from radixmesh.kernels.moe.route import Routes
 _REPEATS = 20
 _MEET_S = 120.0
 _RANK_S = 240.0
+# Characters of either end of an error.
+_TOLD = 1000
 
 
 class _Free(Experts):
@@ -180,9 +182,15 @@ def run_all(args: argparse.Namespace, kept: Kept) -> None:
             name: {rows: max(of[name][rows] for of in of_ranks) for rows in by_rows if _all_have(of_ranks, name, rows)}
             for name, by_rows in of_ranks[0].items()
         }
-        found[transport] = {**slowest, **({"error": error[-600:]} if error else {})}
+        found[transport] = {**slowest, **({"error": _ends_of(error)} if error else {})}
         kept.note(micros_by_rows=found)
         print(json.dumps({transport: found[transport]}), file=sys.stderr, flush=True)
+
+
+def _ends_of(said: str) -> str:
+    """Python's own error comes ahead of what libraries say at the end of their process."""
+    error = said[max(0, said.find("Traceback")) :]
+    return error if len(error) <= 2 * _TOLD else f"{error[:_TOLD]} ... {error[-_TOLD:]}"
 
 
 def _all_have(of_ranks: list[dict[str, dict[str, float]]], name: str, rows: str) -> bool:

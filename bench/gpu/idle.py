@@ -5,9 +5,11 @@
 auto-unheld: auto with --no-hold-plans.
 
 A scheduler and a worker as processes over gRPC; the worker's Profile verb traces some tens of steps while `rows`
-requests decode. Idle is the share of the time between the first and the last kernel in which none ran. The formula is
-1 - step / max(step, (step + gap) / (depth + 1)), with the gap that depth 0 shows. `gaps_us` says between which kernels
-the time of a step without one lies.
+requests decode. That is a window: a tenth of a second, in which one pause of the host is a tenth of the time. So each
+case has several, all cases in turns, each time with a scheduler of its own; figures are medians of windows, beside
+those of the worst one. Idle is the share of the time between the first and the last kernel in which none ran. The
+formula is 1 - step / max(step, (step + gap) / (depth + 1)), with the gap that depth 0 shows. `gaps_us` says between
+which kernels the time of a step without one lies; `idle_of_windows` is in their order.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,7 +40,7 @@ _TOKENS = 300
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+    cases: dict[tuple[str, int], list[dict[str, object]]] = {(d, num): [] for d in args.depths for num in args.rows}
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=240.0) as processes:
             worker = {
@@ -50,8 +53,8 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 "dump_folder": folder,
             }
             await processes.start("worker", "worker", worker)
-            for depth in args.depths:
-                name = f"scheduler-{depth}"
+            for window, depth in itertools.product(range(args.windows), args.depths):
+                name = f"scheduler-{depth}-{window}"
                 flags = {
                     "workers": processes.address("worker"),
                     "chunk_tokens": 8192,
@@ -60,12 +63,30 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 }
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
-                    rows.append(
-                        {"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows, args.shape)}
-                    )
-                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    found = await _idle(processes, name, num_rows, args.shape)
+                    cases[depth, num_rows].append(found)
+                    print(json.dumps({"depth": depth, "rows": num_rows, **found}), file=sys.stderr, flush=True)
                 await processes.stop(name)
-    return rows
+    return [{"depth": depth, "rows": num, **summary(windows)} for (depth, num), windows in cases.items()]
+
+
+def summary(windows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Of all windows of a case: medians, the worst idle time with its longest gap, and the gaps of the window that is
+    in the middle."""
+    by_idle = sorted(windows, key=lambda window: float(str(window["idle"])))
+    middle, worst = by_idle[len(by_idle) // 2], by_idle[-1]
+    medians = {
+        name: round(float(np.median([float(str(window[name])) for window in windows])), 5)
+        for name in ("idle", "period_ms", "gaps_over_20us", "longest_gap_us")
+    }
+    return {
+        **medians,
+        "idle_worst": worst["idle"],
+        "longest_gap_us_worst": worst["longest_gap_us"],
+        "idle_of_windows": [window["idle"] for window in windows],
+        "gaps_us": middle["gaps_us"],
+        "depth_reported": middle["depth_reported"],
+    }
 
 
 async def _idle(processes: Processes, scheduler: str, num_rows: int, shape: str) -> dict[str, object]:
@@ -106,11 +127,12 @@ def _read(path: Path) -> dict[str, object]:
     )
     spans = spans[len(spans) // 5 :]
     start, end, before = spans[0]
-    busy = end - start
+    busy, longest = end - start, 0.0
     gaps: dict[str, float] = defaultdict(float)
     for first, last, name in spans[1:]:
         if first > end:
             gaps[f"{_short(before)} > {_short(name)}"] += first - end
+            longest = max(longest, first - end)
         busy += max(0.0, last - max(first, end))
         if last > end:
             end, before = last, name
@@ -125,6 +147,7 @@ def _read(path: Path) -> dict[str, object]:
         "idle": round(1.0 - busy / (end - start), 5),
         "period_ms": round(period / 1e3, 4),
         "gaps_over_20us": sum(1 for a, b in itertools.pairwise(spans) if b[0] - a[1] > 20.0),
+        "longest_gap_us": round(longest, 2),
         "gaps_us": {pair: round(us / num_steps, 2) for pair, us in largest},
     }
 
@@ -139,6 +162,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-3b")
     parser.add_argument("--pipeline-depths", "--depths", dest="depths", nargs="+", default=["0", "1", "2", "auto"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--windows", type=int, default=5, help="traces of each case")
     print(json.dumps({"command": " ".join(sys.argv), "idle": asyncio.run(measure(parser.parse_args()))}, indent=1))
 
 

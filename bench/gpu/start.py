@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import compileall
 import importlib.util
 import itertools
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -111,19 +111,23 @@ def _phase(line: dict[str, object]) -> dict[str, object]:
 def compile_modules(packages: Sequence[str]) -> list[str]:
     """Compiles the modules of packages that have no bytecode; their names. A folder that cannot be written stays as it
     is."""
-    compiled = []
-    for name in packages:
-        spec = importlib.util.find_spec(name)
-        roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
-        # Folders of this tree are links to those of the sources, into which compileall does not go.
-        folders = [folder.resolve() for root in roots for folder in (root, *root.iterdir()) if folder.is_dir()]
-        sources = [path for folder in folders for path in folder.glob("*.py")]
-        if all(Path(importlib.util.cache_from_source(str(path))).exists() for path in sources):
-            continue
-        for folder in folders:
-            compileall.compile_dir(folder, maxlevels=32, quiet=2, workers=0)
-        compiled.append(name)
-    return compiled
+    missing = {name: roots for name in packages if (roots := _without_bytecode(name))}
+    folders = [str(root) for roots in missing.values() for root in roots]
+    if folders:
+        # A small process: one that has torch takes long to fork, and compileall forks for each folder.
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", *folders], check=False)
+    return list(missing)
+
+
+def _without_bytecode(name: str) -> list[Path]:
+    """Folders of a package, unless all modules in the upper two levels of it have their bytecode."""
+    spec = importlib.util.find_spec(name)
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    # Folders of this tree are links to those of the sources, into which compileall does not go.
+    linked = [folder.resolve() for root in roots for folder in root.iterdir() if folder.is_symlink()]
+    sources = [path for folder in (*roots, *linked) for path in (*folder.glob("*.py"), *folder.glob("*/*.py"))]
+    has_all = all(Path(importlib.util.cache_from_source(str(path))).exists() for path in sources)
+    return [] if has_all else [*roots, *linked]
 
 
 def write_tokenizer(folder: Path, num_tokens: int) -> None:

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
+# In large tiles are the pairs of prompts, of which there are many.
+_LARGE_TILE, _LARGE_BLOCK = 128, 4096
 
 
 class ExpertTiles(NamedTuple):
@@ -103,11 +105,12 @@ def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int, *,
     pairs_NR = torch.empty(max_tiles, tile_rows, dtype=torch.int32, device=expert_ids_TA.device)
     tile_experts_N = torch.empty(max_tiles, dtype=torch.int32, device=expert_ids_TA.device)
     if num_pairs:
+        is_large = tile_rows >= _LARGE_TILE
+        few = min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128))
         _group_rows_kernel[(num_experts,)](
             expert_ids_TA, pairs_NR, tile_experts_N, num_pairs, max_tiles, E=num_experts,
             BLOCK_E=triton.next_power_of_2(num_experts + 1), R=tile_rows,
-            BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128)), PDL=use_pdl, num_warps=4,
-            launch_pdl=use_pdl,
+            BLOCK=_LARGE_BLOCK if is_large else few, PDL=use_pdl, num_warps=8 if is_large else 4, launch_pdl=use_pdl,
         )  # fmt: skip
     return ExpertTiles(pairs_NR, tile_experts_N, num_picks)
 

@@ -22,11 +22,11 @@ _SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_captured_experts_are_torchs_for_any_choice(shape: str, dtype: torch.dtype) -> None:
-    """One graph serves logits that change, from one row to more than a tile of each expert."""
+    """One graph serves logits that change, from one row to many tiles of each expert, which the copy engine brings."""
     hidden, mlp, num_experts, rule = _SHAPES[shape]
     w_gate_up = _random(num_experts, 2 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5)
     w_down = _random(num_experts, hidden, mlp, dtype=dtype).mul_(mlp**-0.5)
-    for num_rows in (1, 8, 64, 256, 1024):
+    for num_rows in (1, 8, 64, 256, 1024, 4096):
         x_TD, logits_TE = _random(num_rows, hidden, dtype=dtype), _random(num_rows, num_experts, dtype=dtype)
         routed_experts(x_TD, route(logits_TE, rule), w_gate_up, w_down)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.timeout(240)
 TIMEOUT_S = 100.0
 # A rank that is lost is noticed within 5 s; on a loaded machine it may take longer to be told.
 MOST_S = 5.0 if torch.cuda.is_available() else 25.0
-# One program; some; by parts where there are more than two ranks; a number of elements that is no multiple of anything;
-# then all programs, each more often than once.
-SHAPES = ([1, 8], [3, 1000], [40, 4096], [7, 33], [1, 1], [131, 1001], [300, 4096], [900, 4096])
+# One program; some; each more than once; by parts where there are more than two ranks; a number of elements that is no
+# multiple of anything; then all programs, each more often than once.
+SHAPES = ([1, 8], [3, 1000], [40, 4096], [200, 4096], [7, 33], [1, 1], [131, 1001], [300, 4096], [900, 4096])
 
 
 @asynccontextmanager

@@ -248,9 +248,10 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
     """Routed experts of steps of so many rows, from the router on."""
     from radixmesh.kernels.moe import choose_slots, exchange_rows, grouped_gemm, route, router_logits, row_experts
+    from radixmesh.kernels.moe import tma_grouped_gemm as by_tiles
 
     # As on Hopper.
-    row_experts.has_gdc = lambda device: True
+    row_experts.has_gdc = by_tiles.has_wgmma = lambda device: True
     weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=dtype), torch.zeros(num_experts, hidden, mlp, dtype=dtype)
     norm = row_experts.RowNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     groups = route.RouterRule(num_picks=2, is_sigmoid=True, num_groups=4, num_picked_groups=2, group_best=2)
@@ -388,7 +389,7 @@ def _rank_launches(num_ranks: int) -> None:
 
     table = PeerTable.alone(num_ranks - 1, num_ranks, torch.device("cpu"))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for shape in ((1, 1), (1, 4096), (3, 1000), (256, 4096)):
+        for shape in ((1, 1), (1, 4096), (3, 1000), (40, 4096), (256, 4096)):
             x = torch.zeros(shape, dtype=dtype)
             sum_of_ranks(x, table)
             sum_of_ranks(x, table, x, out=x)

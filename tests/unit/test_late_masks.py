@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
 from support.grammars import AnyText, AnyTextBackend
 from support.guided_runs import MODEL, GuidedRun
+from support.planner_world import World
 
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend, GrammarMatcher, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
-from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
-from radixmesh.daemons.worker.guided.guides import jump_forward
+from radixmesh.daemons.worker.guided.guides import Guides, jump_forward
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
+from radixmesh.daemons.worker.guided.mask_memory import MaskSink
 from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 GREEDY = Sampling(temperature=0.0)
@@ -116,6 +122,61 @@ def test_a_first_mask_that_is_late_leaves_the_prompt_to_the_next_steps(gate: Gat
     gate.opened.set()
     _run_until(run, 4)
     assert run.tokens[0][:4] == run.tokens[1][:4]
+
+
+class FirstMasksLate(Guides):
+    """The mask behind each prompt is not there when its last chunk is launched, as on a GPU, which waits 2 ms for a
+    process that reads the grammar first."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def is_late(self, slot: int) -> bool:
+        return True
+
+    def wait(self, slots: Iterable[int], seconds: float | None) -> None:
+        return
+
+    def admitted(self, admit: Admit, blob: bytes, store: GrammarStore, sink: MaskSink | None) -> None:
+        raise AssertionError("no output names a grammar")
+
+    def launched(self, slots: IntArray, tokens: Callable[[], IntArray]) -> threading.Lock:
+        raise AssertionError("the runner tells no tokens ahead of its result")
+
+    def follow(self, tokens: Iterable[tuple[int, Sequence[int]]]) -> None:
+        return
+
+    def released(self, slot: int) -> None:
+        return
+
+    def clear(self) -> None:
+        return
+
+    @property
+    def has_errors(self) -> bool:
+        return False
+
+    def errors(self) -> Iterator[tuple[int, MeshError]]:
+        yield from ()
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("most", [1, 2, 9])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_outputs_whose_first_mask_is_late_come_to_their_end(most: int, depth: int) -> None:
+    """Of one token too, which the scheduler took for sampled with the prompt's last chunk."""
+    world = World(max_tokens_per_row=most, row_seed=most)
+    world.executor.guides = FirstMasksLate()
+    records = [world.submit([2 + num, 3, 4], stop=Stop(max_tokens=num)) for num in (1, 2, 3, 20)]
+    resumed = np.array(world.expected(records[-1].submission)[:2], np.int32)
+    records.append(world.submit([22, 3, 4], stop=Stop(max_tokens=3), resumed_output_ids=resumed))
+    world.run(depth)
+    for record in records:
+        assert record.tokens == world.expected(record.submission)
+        assert record.finished is not None
+    world.check_clean()
 
 
 class SlowlyFollowed(AnyText):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import NoToken, SlotLogprobs, StepResult, TokenLogprobs
@@ -275,6 +275,8 @@ def _take_late_mask(state: EpochState, step: PlannedStep, row: int) -> None:
         table.target_len[slot] -= 1
         if table.max_tokens_per_row == 1:
             table.planned_len[slot] -= 1
+        else:  # The chunk left bounds by which an output of one token more has all of them in flight.
+            table.bound(as_ints([slot]))
         state.decode_set.rejoin(slot)
 
 

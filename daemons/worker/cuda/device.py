@@ -267,6 +267,7 @@ class CudaDevice(Device):
         # By events, and not by the stream: one that is captured must not be asked.
         self._awake = ClockKeeper(self._spin, lambda: self._newest is not None and not self._newest.is_done)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
         self._uploads: PinnedRing | None = None
         self._uploading = threading.Lock()
@@ -365,6 +366,12 @@ class CudaDevice(Device):
         mode = "thread_local"
         # Not torch.cuda.graph(): it waits for all streams, and empties torch's caches, which the next step fills again.
         self._stream.synchronize()
+        if not self._graphs:
+            # The last graph of a pool that goes takes the pool along: torch keeps its memory until its caches are
+            # emptied, and no capture may use its name again.
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
         with without_collections(), torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode=mode)
             try:

@@ -116,8 +116,7 @@ class RowExperts:
         shared: SharedWeights | None = None,
     ) -> RowExperts | None:
         """None where no kernel computes such experts."""
-        has_bias = variant.b_gate_up_E2F is not None or variant.b_down_ED is not None
-        if has_bias or variant.swiglu_limit is not None or variant.scales_input:
+        if not variant.is_swiglu:
             return None
         return cls(ops, w_gate_up_E2FD, w_down_EDF, shared) if fits_row_experts(w_down_EDF, shared) else None
 
