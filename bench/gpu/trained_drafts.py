@@ -1,17 +1,21 @@
 """Speed of decodes with an EAGLE-3 head that was trained for its model, both on text found in installed packages.
 
-    python bench/gpu/trained_drafts.py --model-s 80 --head-s 50 > bench/results/h200-trained-drafts.json
+    python bench/gpu/trained_drafts.py > bench/results/h200-trained-drafts.json
     python bench/gpu/trained_drafts.py --device cpu --small --model-s 20 --head-s 20
 
 A Llama of --model-s seconds of training goes on with files that it has not seen: sources and documentation of Python
-and of installed packages, of which one in fifty is held out. The head learns for --head-s seconds what the model itself
-would say next, by its hidden states, on chains of drafts (compose/models/train_tiny_drafters.py). Then the worker alone
-serves one row after another, greedily and at temperature 1, without drafts, with chains and with lengths that adapt.
-Outputs are compared: other kernels round otherwise in bfloat16, so that some differ late; how many tokens were the same
-first is told (same_tokens).
+and of installed packages, of which one in fifty is held out. The head learns for --head-s seconds what the model
+itself would say next, by its hidden states, on chains of drafts (compose/models/train_tiny_drafters.py). Then workers
+alone serve one row after another, greedily and at temperature 1: one without drafts, one with chains and one with
+lengths that adapt, of the same settings otherwise. They take turns, prompt by prompt, behind --warm-up prompts each
+that do not count. Outputs are compared: other kernels round otherwise in bfloat16, so that some differ late; how many
+tokens were the same first is told (same_tokens).
 
 tokens_per_s: of one row's decodes by wall clock, plans two ahead, the prompt left out; the host's work is within.
-tokens_a_step: of a row that verifies. by_position: share of drafts at each place that were accepted, with those before.
+speed_ups: of single prompts, the lowest and the highest. ms, device_ms: of a step by wall clock, and on the device,
+from its launch or from the end of the step before: where ms is much more, the host takes that long for a step.
+tokens_a_step: of a row that verifies. drafting: share of the steps with drafts. by_position: share of drafts at each
+place that were accepted, with those before. compiled_late: kernels that were compiled while prompts were served.
 --device cpu: the CPU worker, to see that the script runs.
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
@@ -27,7 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +111,7 @@ class Sizes(NamedTuple):
 
 
 # 164 million parameters.
-SIZES = Sizes(8192, 1024, 2816, 12, 16, 8, 60_000_000, 32, 1024, 24, 256)
+SIZES = Sizes(8192, 1024, 2816, 12, 16, 8, 60_000_000, 32, 512, 24, 256)
 SMALL = Sizes(512, 64, 128, 5, 4, 2, 1_000_000, 4, 128, 2, 64)
 
 
@@ -198,7 +203,7 @@ def train_model(sizes: Sizes, tokens: torch.Tensor, seconds: float, device: str)
     torch.manual_seed(_SEED)
     model = LlamaForCausalLM(LlamaConfig(**sizes.config(), attn_implementation="sdpa")).to(device)
     optimizer = _optimizer(model)
-    schedule, losses = Schedule(optimizer, 1.5e-3, seconds), []
+    schedule, losses = Schedule(optimizer, 2e-3, seconds), []
     for ids_BL in _batches(tokens, sizes.batch, sizes.length + 1, device):
         if not schedule.goes_on():
             break
@@ -294,52 +299,99 @@ def loader(model: Path, device: str) -> Load:
     return load_cpu if device == "cpu" else load_cuda
 
 
-class Outcome(NamedTuple):
-    outputs: list[list[int]]
-    drafted: np.ndarray
-    accepted: np.ndarray
-    tokens_per_s: float
+class Served(NamedTuple):
+    """A prompt's output. seconds, num_tokens, num_steps: of its decodes that were timed; device_ns, drafted, accepted:
+    of these steps, one by one."""
+
+    output: list[int]
+    seconds: float
+    num_tokens: int
+    num_steps: int
+    device_ns: list[int]
+    drafted: list[int]
+    accepted: list[int]
 
 
-def measure(runner: ModelRunner, prompts: Sequence[list[int]], num_tokens: int, temperature: float) -> Outcome:
-    """One row after another; the first prompt goes twice, and counts the second time."""
-    outputs, drafted, accepted, seconds = [], [], [], 0.0
-    for number, prompt in enumerate([prompts[0], *prompts]):
-        driver = PlanDriver(runner, lag=_STEPS_AHEAD, num_slots=8, max_tokens_per_step=512)
-        sampling = Sampling(temperature=temperature, seed=number)
-        # Room for those plans that are ahead when the last token comes.
-        driver.add(0, prompt, sampling, chunk_len=512, num_out=num_tokens + 40, min_tokens=0, suppressed=())
-        while not driver.tokens[0]:
-            driver.run()
-        had, began = len(driver.tokens[0]), time.perf_counter()
-        while len(driver.tokens[0]) < num_tokens:
-            driver.run()
-        took = time.perf_counter() - began
-        yielded = len(driver.tokens[0]) - had
-        driver.finish(0)
-        if number == 0:
-            continue
-        seconds += took / yielded
-        outputs.append(driver.tokens[0][:num_tokens])
-        for result in driver.results:
-            drafted += result.drafted.tolist()
-            accepted += result.accepted.tolist()
-    return Outcome(outputs, np.array(drafted, int), np.array(accepted, int), len(outputs) / seconds)
+def serve(runner: ModelRunner, prompt: list[int], seed: int, num_tokens: int, temperature: float) -> Served:
+    driver = PlanDriver(runner, lag=_STEPS_AHEAD, num_slots=8, max_tokens_per_step=512)
+    sampling = Sampling(temperature=temperature, seed=seed)
+    # Room for those plans that are ahead when the last token comes.
+    driver.add(0, prompt, sampling, chunk_len=512, num_out=num_tokens + 40, min_tokens=0, suppressed=())
+    while not driver.tokens[0]:
+        driver.run()
+    had, num_before, began = len(driver.tokens[0]), len(driver.results), time.perf_counter()
+    while len(driver.tokens[0]) < num_tokens:
+        driver.run()
+    took = time.perf_counter() - began
+    yielded, num_steps = len(driver.tokens[0]) - had, len(driver.results) - num_before
+    driver.finish(0)
+    timed = driver.results[num_before : num_before + num_steps]
+    return Served(
+        output=driver.tokens[0][:num_tokens],
+        seconds=took,
+        num_tokens=yielded,
+        num_steps=num_steps,
+        device_ns=[result.device_end_ns - result.device_start_ns for result in timed],
+        drafted=[int(result.drafted.sum()) for result in timed],
+        accepted=[int(result.accepted.sum()) for result in timed],
+    )
 
 
-def row_of(got: Outcome, plain: Outcome, most: int) -> dict[str, object]:
-    tried = got.drafted > 0
-    accepted = got.accepted[tried]
-    by_position = [round(float((accepted >= n).mean()), 3) for n in range(1, most + 1)] if tried.any() else []
-    same = [_same(ours, theirs) for ours, theirs in zip(got.outputs, plain.outputs, strict=True)]
+def in_turns(
+    runners: Mapping[str, ModelRunner], prompts: Sequence[list[int]], warm_up: int, num_tokens: int, temperature: float
+) -> dict[str, list[Served]]:
+    """Each prompt by one runner after the other, each time another one first; the first `warm_up` do not count."""
+    served: dict[str, list[Served]] = {name: [] for name in runners}
+    names = list(runners)
+    for number, prompt in enumerate(prompts):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            served[name].append(serve(runners[name], prompt, number, num_tokens, temperature))
+    return {name: of[warm_up:] for name, of in served.items()}
+
+
+def row_of(got: Sequence[Served], plain: Sequence[Served], most: int) -> dict[str, object]:
+    drafted = np.array([number for one in got for number in one.drafted])
+    accepted = np.array([number for one in got for number in one.accepted])[drafted > 0]
+    speeds = [_speed([ours]) / _speed([theirs]) for ours, theirs in zip(got, plain, strict=True)]
+    same = [_same(ours.output, theirs.output) for ours, theirs in zip(got, plain, strict=True)]
     return {
-        "tokens_per_s": round(got.tokens_per_s, 1),
-        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
-        "speed_up": round(got.tokens_per_s / plain.tokens_per_s, 3),
-        "tokens_a_step": round(float(1 + accepted.mean()), 3) if tried.any() else 1.0,
-        "by_position": by_position,
-        "same_tokens": [f"{number} of {len(plain.outputs[0])}" for number in same],
+        "tokens_per_s": round(_speed(got), 1),
+        "plain_tokens_per_s": round(_speed(plain), 1),
+        "speed_up": round(_speed(got) / _speed(plain), 3),
+        "speed_ups": [round(min(speeds), 3), round(max(speeds), 3)],
+        "tokens_a_step": round(float(1 + accepted.mean()), 3) if len(accepted) else 1.0,
+        "drafting": round(float((drafted > 0).mean()), 3),
+        "by_position": [round(float((accepted >= n).mean()), 3) for n in range(1, most + 1)] if len(accepted) else [],
+        **_times(got),
+        **{f"plain_{name}": of for name, of in _times(plain).items()},
+        "same_tokens": [f"{number} of {len(plain[0].output)}" for number in same],
     }
+
+
+def _speed(served: Sequence[Served]) -> float:
+    return sum(one.num_tokens for one in served) / sum(one.seconds for one in served)
+
+
+def _times(served: Sequence[Served]) -> dict[str, float]:
+    ms = sum(one.seconds for one in served) / sum(one.num_steps for one in served) * 1e3
+    device_ms = float(np.mean([ns for one in served for ns in one.device_ns])) * 1e-6
+    return {"ms": round(ms, 3), "device_ms": round(device_ms, 3)}
+
+
+class LateCompiles(logging.Handler):
+    """Names of the kernels that were compiled while prompts were served."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.kernels: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = getattr(record, "radixmesh_fields", {})
+        if record.getMessage() == "kernel_compiled_late":
+            self.kernels.append(str(fields["kernel"]))
+        else:
+            print(json.dumps({record.getMessage(): {name: str(of) for name, of in fields.items()}}), file=sys.stderr)
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
@@ -351,9 +403,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--model-s", type=float, default=80.0, help="seconds of training")
-    parser.add_argument("--head-s", type=float, default=50.0)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--model-s", type=float, default=55.0, help="seconds of training")
+    parser.add_argument("--head-s", type=float, default=35.0)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--warm-up", type=int, default=4, help="prompts ahead of those, for each way and temperature")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
     args = parser.parse_args()
@@ -362,7 +415,9 @@ def main() -> None:
     def say(what: str, about: object = None) -> None:
         print(json.dumps({"at_s": round(time.monotonic() - began, 1), what: about}), file=sys.stderr, flush=True)
 
-    text = read_text(sizes, args.prompts)
+    late = LateCompiles()
+    logging.getLogger().addHandler(late)
+    text = read_text(sizes, args.prompts + args.warm_up)
     say("text", {"tokens": len(text.tokens), "prompts": len(text.held_out)})
     torch.backends.cuda.matmul.allow_tf32 = True
     model, about_model = train_model(sizes, text.tokens, args.model_s, device)
@@ -377,24 +432,27 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
         load = loader(folder / "model", device)
-        runner, plain = load(None, None), {}
-        for temperature in (0.0, 1.0):
-            plain[temperature] = measure(runner, text.held_out, args.tokens, temperature)
-        example = text.tokenizer.decode(plain[0.0].outputs[0])[:400]
-        say("plain", {temperature: round(got.tokens_per_s, 1) for temperature, got in plain.items()})
-        del runner
+        plain_runner, example = load(None, None), ""
         for most in args.drafts:
-            for adaptive in (False, True):
-                speculation = Speculation(
-                    algorithm=SpeculativeAlgorithm("eagle3"), max_drafts=most, draft_model=folder / "head"
-                )
-                runner = load(speculation, DraftLengths(8, most, catch_up=MOST_BEHIND) if adaptive else None)
-                for temperature in (0.0, 1.0):
-                    got = measure(runner, text.held_out, args.tokens, temperature)
-                    case = {"drafts": most, "adaptive": adaptive, "temperature": temperature}
-                    rows.append({**case, **row_of(got, plain[temperature], most)})
+            speculation = Speculation(
+                algorithm=SpeculativeAlgorithm("eagle3"), max_drafts=most, draft_model=folder / "head"
+            )
+            runners = {
+                "plain": plain_runner,
+                "chains": load(speculation, None),
+                "adaptive": load(speculation, DraftLengths(8, most, catch_up=MOST_BEHIND)),
+            }
+            say("loaded", list(runners))
+            late.kernels.clear()
+            for temperature in (0.0, 1.0):
+                served = in_turns(runners, text.held_out, args.warm_up, args.tokens, temperature)
+                example = example or text.tokenizer.decode(served["plain"][0].output)[:400]
+                for name in ("chains", "adaptive"):
+                    case = {"drafts": most, "adaptive": name == "adaptive", "temperature": temperature}
+                    rows.append({**case, **row_of(served[name], served["plain"], most)})
+                    rows[-1]["compiled_late"] = late.kernels[:]
                     say("row", rows[-1])
-                del runner
+            del runners
     machine = f"{gpu_name()}, {os.cpu_count()} cores" if device == "cuda" else platform.machine()
     found = {
         "command": " ".join(["python", *sys.argv]),

@@ -178,7 +178,7 @@ def parents_of(parents_ptr, stride, row, number, mask):
 @triton.jit(do_not_specialize=["slot_tokens_stride", "ring_stride", "num_rows", "parents_stride"])
 def _accept_kernel(
     sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, slot_tokens_ptr,
-    ring_ptr, ring_index_ptr, taken_ptr, parents_ptr, paths_ptr, slot_tokens_stride, ring_stride, num_rows,
+    ring_ptr, ring_index_ptr, taken_ptr, parents_ptr, paths_ptr, waits_ptr, slot_tokens_stride, ring_stride, num_rows,
     parents_stride, HAS_MASKS: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -216,6 +216,8 @@ def _accept_kernel(
         last_number = tl.min(tl.where(has_draft & (draft == sampled), BLOCK_P, number), axis=0)
         last_number = tl.minimum(last_number, tl.min(tl.where(is_late, number, BLOCK_P), axis=0) - 1)
     count = tl.where(num_drafts >= 0, last_number + 1, 0)
+    if waits_ptr is not None:
+        count = tl.where(tl.load(waits_ptr + row) != 0, 0, count)
     tl.store(ring_ptr + row * P + number, sampled, mask=is_row)
     tl.store(ring_ptr + num_rows * P + row, count)
     tl.store(ring_ptr + num_rows * (P + 1) + row, tl.maximum(num_drafts, 0))
@@ -238,6 +240,7 @@ def accept_drafts(
     taken_T: torch.Tensor | None = None,
     parents_WB: torch.Tensor | None = None,
     paths_BP: torch.Tensor | None = None,
+    waits_B: torch.Tensor | None = None,
 ) -> None:
     """Advances the slots by what their rows yield, from the tokens int32 [T] sampled at the positions of `rows`.
     taken_T: masks of the positions, of which a row yields nothing from the first one on that is LATE.
@@ -248,6 +251,9 @@ def accept_drafts(
     parents_WB: of trees, as of the inputs. Then the tokens are those of the accepted positions, in order, as many as
     the row's count says, and these positions are in paths_BP int32, which also follows the rest in the ring; n is at n
     where nothing was accepted.
+
+    waits_B int32: rows with another number than 0 are sampled again behind this call, and advance by a later one. Can
+    be captured.
     """
     num_rows = len(slots_B)
     num_positions = len(sampled_T) // num_rows
@@ -258,9 +264,9 @@ def accept_drafts(
         assert paths_BP.is_contiguous() and 2 * (len(sampled_T) + num_rows) <= ring_RN.shape[1], ring_RN.shape
     _accept_kernel[(num_rows,)](
         sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, state.tokens_SL, ring_RN,
-        ring_index_1, sampled_T if taken_T is None else taken_T, parents_WB, paths_BP, state.tokens_SL.stride(0),
-        ring_RN.stride(0), num_rows, 0 if parents_WB is None else parents_WB.stride(0), HAS_MASKS=taken_T is not None,
-        P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
+        ring_index_1, sampled_T if taken_T is None else taken_T, parents_WB, paths_BP, waits_B,
+        state.tokens_SL.stride(0), ring_RN.stride(0), num_rows, 0 if parents_WB is None else parents_WB.stride(0),
+        HAS_MASKS=taken_T is not None, P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
     )  # fmt: skip
 
 

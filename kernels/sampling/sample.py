@@ -405,9 +405,11 @@ def _launch_finish(
     )  # fmt: skip
 
 
-def compile_sampling(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
+def compile_sampling(
+    params: SampleParams, vocab_size: int, dtype: torch.dtype, branches: Branches | None = None
+) -> None:
     """Runs every variant of `sample_rows` once for the dummy slot, with logits of `dtype`: no request waits for a
-    compiler. Kernels do not depend on the number of rows.
+    compiler. Kernels do not depend on the number of rows. branches: of a row, for the variants that take any, alone.
     """
     device = params.seed_S.device
     scratch = SampleScratch(1, vocab_size, device, has_penalties=True)
@@ -419,7 +421,10 @@ def compile_sampling(params: SampleParams, vocab_size: int, dtype: torch.dtype) 
         ring_index_1=positions_T,
         last_tokens_S=positions_T.new_zeros(len(params.seed_S)),
     )
-    rows = SlotRows(params, row_slots_T, positions_T)
+    rows = SlotRows(params, row_slots_T, positions_T, branches)
+    if branches is not None:
+        sample_rows(logits_TV, rows, scratch, target, Needs.PENALTIES)
+        return
     for penalties in (Needs.NOTHING, Needs.PENALTIES):
         for noise in (Needs.NOTHING, Needs.NOISE, Needs.NOISE | Needs.FILTERS):
             sample_rows(logits_TV, rows, scratch, target, penalties | noise)

@@ -61,7 +61,13 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
     sampled = np.where(random.random(len(got[0])) < 0.7, np.roll(got[0], -1), 1).astype(np.int32)
     ring = torch.full((2, num_rows * (num_positions + 2) + 3), -7, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
-    accept_drafts(torch.from_numpy(sampled).to(device), on_device["slots"], rows, slots, ring, one)
+    # Rows that wait for another sampling do not advance; those of a captured step that do not wait are done by it.
+    before = [numbers.clone() for numbers in slots]
+    to = on_device["slots"], rows, slots, ring, one
+    accept_drafts(torch.from_numpy(sampled).to(device), *to, waits_B=torch.ones_like(on_device["slots"]))
+    assert all(torch.equal(now, then) for now, then in zip(slots, before, strict=True))
+    assert (ring[1, num_rows * num_positions : num_rows * (num_positions + 1)] == 0).all()
+    accept_drafts(torch.from_numpy(sampled).to(device), *to, waits_B=torch.zeros_like(on_device["slots"]))
     ring_1 = ring[1].cpu().numpy()
     assert (ring[0].cpu().numpy() == -7).all() and (ring_1[num_rows * (num_positions + 2) :] == -7).all()
     assert ring_1[: len(sampled)].tolist() == sampled.tolist()

@@ -356,7 +356,9 @@ def _draft_launches(num_drafts: int) -> None:
     drafted = DraftRows.allocate(rows, num_drafts + 1, torch.device("cpu"))
     expand_drafts(inputs, state, drafted)
     _follow_launches(num_drafts, inputs, state)
-    accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
+    ring = torch.zeros(2, rows * (num_drafts + 3)).int()
+    for waits in (None, ints):
+        accept_drafts(drafted.tokens, ints, drafted, state, ring, ints[:1], waits_B=waits)
 
 
 def _follow_launches(num_drafts: int, inputs, state) -> None:

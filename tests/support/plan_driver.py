@@ -50,6 +50,7 @@ class PlanDriver:
         self._rows: deque[list[tuple[int, int]]] = deque()
         self._generations: dict[int, int] = {}
         self._decodes: list[int] = []
+        self._sent: list[int] | None = None
         self._step = 0
         self._next_page = 0
 
@@ -65,6 +66,8 @@ class PlanDriver:
     ) -> None:
         """One step: all decodes, and a chunk."""
         self._step += 1
+        # As a scheduler does: plans that change nothing say nothing.
+        is_sent, self._sent = self._sent == self._decodes, [*self._decodes]
         plan = StepPlan(
             epoch=1,
             step_id=self._step,
@@ -73,7 +76,7 @@ class PlanDriver:
             releases=releases,
             page_copies=copies,
             chunks=() if chunk is None else (chunk,),
-            decode_set=np.array(self._decodes, np.int32),
+            decode_set=None if is_sent else np.array(self._decodes, np.int32),
         )
         self._launched.append(self.executor.launch(plan))
         slots = [*self._decodes, *([chunk.slot] if chunk is not None and is_last else [])]

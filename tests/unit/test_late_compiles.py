@@ -23,3 +23,14 @@ def test_a_kernel_that_is_compiled_late_is_a_line_of_the_log(monkeypatch, caplog
     (record,) = caplog.records
     assert record.getMessage() == "kernel_compiled_late"
     assert record.radixmesh_fields == {"kernel": "_rows_kernel", "seconds": 1.25, "is_from_cache": False}
+
+
+def test_a_runner_that_starts_behind_another_one_compiles_in_time(monkeypatch):
+    from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import expect_compiles, watch_compiles
+
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    watch_compiles()
+    expect_compiles()
+    assert knobs.compilation.listener is None
+    watch_compiles()
+    assert knobs.compilation.listener is not None

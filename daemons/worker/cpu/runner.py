@@ -116,7 +116,7 @@ class CpuRunner(ModelRunner):
 
     def admitted(self, admit: Admit) -> None:
         if self._lengths is not None:
-            self._lengths.admitted(admit.slot)
+            self._lengths.admitted(admit.slot, is_sampled=not admit.sampling.is_greedy)
         if self.drafter is not None:
             self.drafter.admitted(admit.slot)
 
@@ -140,9 +140,9 @@ class CpuRunner(ModelRunner):
         decodes = [pair for pair in zip(segments, output.segments, strict=True) if pair[0].max_tokens is not None]
         if decodes:
             counts, drafted = np.array([(len(got.tokens), got.num_drafts) for _, got in decodes], np.int32).T
-            duration_ns = output.end_ns - output.start_ns if len(decodes) == len(segments) else None
+            times = (output.start_ns, output.end_ns) if len(decodes) == len(segments) else None
             slots = _slots([segment for segment, _ in decodes])
-            lengths.observe(slots, counts, self._most_drafts, duration_ns, drafted)
+            lengths.observe(slots, counts, self._most_drafts, times, drafted)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:

@@ -44,7 +44,7 @@ from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.step.step_forwards import RunnerLimits
 from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
-from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import watch_compiles
+from radixmesh.daemons.worker.cuda.step.warm_up.late_compiles import expect_compiles, watch_compiles
 from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.kv_pool import KvPool
@@ -144,6 +144,7 @@ def load_cuda_runner(
         )
     if index >= torch.cuda.device_count():
         raise _invalid("cuda_device", f"is {index}: this process sees {torch.cuda.device_count()} GPUs, from 0 on")
+    expect_compiles()
     with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
         device = CudaDevice(index)
     threading.Thread(target=hash_triton, name="triton", daemon=True).start()

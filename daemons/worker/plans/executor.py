@@ -165,7 +165,7 @@ class StepExecutor:
             batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if len(self.guides):
             batch = self._with_masks(batch)
-        if most == 1:
+        if most == 1 or (self._is_bounded and not len(self.guides)):
             self._repeated.ran(batch)
         return self._launch(plan, batch, ready_ns)
 

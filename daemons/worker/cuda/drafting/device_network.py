@@ -133,7 +133,7 @@ class DeviceNetwork(DeviceDrafter):
         sampled_B = self._sampled_1B[0, :num_rows]
         target = TokenTarget(ring_RT=self._sampled_1B, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
         for number in range(self._most):
-            self._sampler.sample_drafts(network.logits(output), chain.sample_slots, chain.sample_positions, target)
+            self._sampler.sample_unfiltered(network.logits(output), chain.sample_slots, chain.sample_positions, target)
             chain_rows(sampled_B, inputs, number, self._slots.dummy_slot, self._shape, chain)
             if number + 1 < self._most:
                 features_BF = None if self.features_NF is None else output

@@ -81,7 +81,7 @@ class StepResults:
             start_ns, end_ns = self._clock.place(start, end)
             got = NO_ROWS if verifying is None else verify.yielded(verifying, of_rows.result())
             if verifying is not None:
-                verify.observe(verifying, got, None if chunks.num_segments else end_ns - start_ns)
+                verify.observe(verifying, got, None if chunks.num_segments else (start_ns, end_ns))
             return StepOutput(
                 tokens=got.tokens,
                 counts=got.counts,

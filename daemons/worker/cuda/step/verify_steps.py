@@ -2,9 +2,12 @@
 
     stage     windows of drafts, behind the tokens that the host knows, where the host drafts: some steps late
     graph     fetch -> propose, where the device drafts -> expand by the lengths on the device
-              -> forward of B x (k + 1) positions -> greedy sample
-    behind    resample and logprobs where a row asks for them -> accept: lengths, last tokens, counts
-              -> of trees, KV of the accepted path to where its positions lie
+              -> forward of B x (k + 1) positions -> sample -> accept: lengths, last tokens, counts
+    behind    logprobs where a row asks for them; where one has filters, penalties or a grammar, all sample again, and
+              are accepted here alone; so are trees, with KV of the accepted path to where its positions lie
+
+A launch from Python takes as long as several kernels of a small model: a step of rows without such options is one
+launch, with drafts and without. Else a worker whose drafts do not pay would be slower than one that drafts nothing.
 
 Exact lengths live on the device beside the last tokens, so the next step may be launched before this one has run. What
 a position samples is what a decode would sample there, with the noise of its position: drafts change no token.
@@ -25,7 +28,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, Dev
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.inputs.staging_buffer import StagingBuffer
-from radixmesh.daemons.worker.cuda.step.outputs.token_ring import Asking, Fetched, TokenRing
+from radixmesh.daemons.worker.cuda.step.outputs.token_ring import NOBODY, Asking, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import ForcedDrafts, SlotChains
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
@@ -48,7 +51,7 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 
 # Steps whose tokens the host does not know yet when it drafts: the windows are that much longer.
 _STEPS_AHEAD = 3
-_COLUMNS = 6
+_COLUMNS = 7
 LEAST_CHUNKS = 32
 """Rows from which on the positions of a row are one chunk, which reads the KV once. Fewer rows fill the device only if
 each position is a decode of its own, whose KV is split."""
@@ -73,15 +76,17 @@ class Verifying(NamedTuple):
 
 
 class Yielded(NamedTuple):
-    """Tokens of all rows, int32, row after row; counts and num_drafts int32 [rows]; logprobs by row."""
+    """Tokens of all rows, int32, row after row; counts and num_drafts int32 [rows], None: no row had any; logprobs by
+    row."""
 
     tokens: IntArray
     counts: IntArray
-    num_drafts: IntArray
+    num_drafts: IntArray | None
     logprobs: Mapping[int, TokenLogprobs]
 
 
 NO_ROWS = Yielded(empty_ints(), empty_ints(), empty_ints(), {})
+_NO_ENTRIES = np.empty((0, 2), np.int32)
 
 
 class VerifySteps:
@@ -146,6 +151,9 @@ class VerifySteps:
         self._no_last_S = torch.zeros_like(slots.last_tokens)
         self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
         self._admits: dict[int, Admit] = {}
+        # Views of a step's memory by its rows, and its width: to make them takes longer than to launch a graph.
+        self._inputs_of: dict[int, tuple[DraftInputs, torch.Tensor]] = {}
+        self._drafted_of: dict[tuple[int, int], DraftRows] = {}
         if self._follower is not None:
             self._follower.begin(self._state, sampler, max_rows=max_rows, max_drafts=max_drafts)
 
@@ -158,6 +166,8 @@ class VerifySteps:
                 stage = partial(self._stage, None, num_rows, width)
                 self.graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
             self._warm_up(width)
+        if self._has_trees:
+            self._sampler.warm_up_branches(dtype, self._trees.of(1).branches)
         if self._follower is not None:
             self._follower.warm_up()
 
@@ -172,7 +182,7 @@ class VerifySteps:
         if not self.graphs.sizes:
             self._stage(None, num_rows, width)
             self._forward(num_rows, width)
-        rows = self._rows[width].of(num_rows)
+        rows = self._drafted(num_rows, width)
         masks = (None,) if self._chains is None else (None, self._chains.taken(len(rows.slots)))
         for taken_T in masks:
             self._accept(num_rows, width, taken_T)
@@ -183,44 +193,67 @@ class VerifySteps:
         if self._follower is not None:
             self._follower.admitted(admit)
         if self._lengths is not None:
-            self._lengths.admitted(admit.slot)
+            self._lengths.admitted(admit.slot, is_sampled=not admit.sampling.is_greedy)
 
     def launch(self, rows: DecodeRows, *, is_alone: bool) -> Verifying:
         """Launches the decodes of a step; pages, last tokens and lengths that are new come with it. is_alone: the step
         has no chunks."""
         num_rows = len(rows.slots)
         bucket = self.graphs.bucket(num_rows)
-        lengths = self._lengths
+        padded, lengths = bucket or num_rows, self._lengths
         width = self._num_positions if lengths is None else 1 + lengths.choose(rows.slots, is_alone=is_alone)
         if self._follower is not None:
             self._follower.launching(rows.slots, has_drafts=width > 1)
-        self._stage(rows, bucket or num_rows, width)
-        logits_TV = self._forward(num_rows, width) if bucket is None else self.graphs.replay(bucket, str(width))
-        padded = bucket or num_rows
-        drafted = self._rows[width].of(padded)
-        has_trees = self._has_trees and width > 1
-        branches = self._trees.of(padded).branches if has_trees else None
+        is_guided = self._chains is not None and self._chains.is_guided(rows.slots)
+        waits = is_guided or not self._sampler.is_unfiltered(rows.slots)
+        self._stage(rows, padded, width, waits=waits)
+        logits_TV = self._forward(padded, width) if bucket is None else self.graphs.replay(bucket, str(width))
         asking = self._sampler.asking(rows.slots)
-        target = self._target(padded, width)
+        positions = _positions_of(asking, width) if asking.rows else NOBODY
+        has_trees = self._has_trees and width > 1
+        if waits or asking.rows or has_trees:
+            self._finish(logits_TV, rows.slots, padded, width, positions, is_guided=is_guided, waits=waits)
+        return Verifying(rows.slots, padded, width, asking, positions, has_trees)
+
+    def _finish(
+        self,
+        logits_TV: torch.Tensor,
+        host_slots: IntArray,
+        padded: int,
+        width: int,
+        positions: Asking,
+        *,
+        is_guided: bool,
+        waits: bool,
+    ) -> None:
+        """The rest of a step, behind its graph: rows that sample again, trees, logprobs of positions that ask."""
+        drafted, target = self._drafted(padded, width), self._target(padded, width)
+        has_trees = self._has_trees and width > 1
         as_they_were_TV, taken_T = logits_TV, None
-        if self._chains is not None and self._chains.is_guided(rows.slots):
-            if asking.rows:
+        if is_guided:
+            assert self._chains is not None
+            if positions.rows:
                 as_they_were_TV = logits_TV.clone()
             self._chains.apply(logits_TV, drafted.slots, drafted.kv_lens)
-            self._sampler.sample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target, branches=branches)
+        if waits:
+            branches = self._trees.of(padded).branches if has_trees else None
+            self._sampler.sample(
+                *(logits_TV, drafted.slots, drafted.kv_lens, host_slots, target),
+                has_highest=not is_guided,
+                branches=branches,
+            )
+        if is_guided:
+            assert self._chains is not None
             self._chains.settle(drafted.slots, drafted.kv_lens, target, self._sampler.tokens_SL)
             taken_T = self._chains.taken(len(drafted.slots))
-        else:
-            self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target, branches)
-        positions = _positions_of(asking, width)
-        ring_index_1 = self._staging.ring_index_1
-        if asking.rows:
+        if positions.rows:
             # Read at the ring's index as tokens of a ring are: every row of it is the same memory.
             tokens_RT = target.ring_RT.expand(len(self._ring.rows), -1)
-            to = TokenTarget(ring_RT=tokens_RT, ring_index_1=ring_index_1, last_tokens_S=self._no_last_S)
+            index_1 = self._staging.ring_index_1
+            to = TokenTarget(ring_RT=tokens_RT, ring_index_1=index_1, last_tokens_S=self._no_last_S)
             self._sampler.logprobs(as_they_were_TV, drafted.slots, to, self._ring.logprobs, positions)
-        self._accept(padded, width, taken_T)
-        return Verifying(rows.slots, padded, width, asking, positions, has_trees)
+        if waits or has_trees:
+            self._accept(padded, width, taken_T)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
         """Sampled tokens of all positions, then counts and numbers of drafts, and of trees the positions of the tokens;
@@ -238,6 +271,9 @@ class VerifySteps:
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
         count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
+        if size == 1 and not verifying.asking.rows:
+            tokens, counts = fetched.tokens[:count], fetched.tokens[padded : padded + count]
+            return Yielded(tokens if counts.all() else tokens[counts > 0], counts, None, {})
         tokens = fetched.tokens[: count * size].reshape(count, size)
         counts, num_drafts = fetched.tokens[padded * size :][: 2 * padded].reshape(2, padded)[:, :count]
         places: IntArray = np.broadcast_to(np.arange(size, dtype=np.int32), (count, size))
@@ -250,32 +286,36 @@ class VerifySteps:
         }
         return Yielded(tokens[np.arange(size) < counts[:, None]], counts, num_drafts, logprobs)
 
-    def observe(self, verifying: Verifying, got: Yielded, duration_ns: int | None) -> None:
-        """The step took so long; None: chunks were in it too."""
-        if self._follower is not None and verifying.num_positions > 1:
+    def observe(self, verifying: Verifying, got: Yielded, times: tuple[int, int] | None) -> None:
+        """The step ran between these times; None: chunks were in it too."""
+        if self._follower is not None and got.num_drafts is not None and verifying.num_positions > 1:
             self._follower.launched(verifying.slots, got.counts, got.num_drafts)
         if self._lengths is not None:
             most = verifying.num_positions - 1
-            self._lengths.observe(verifying.slots, got.counts, most, duration_ns, got.num_drafts)
+            self._lengths.observe(verifying.slots, got.counts, most, times, got.num_drafts)
 
-    def _stage(self, rows: DecodeRows | None, num_rows: int, width: int) -> None:
-        """Fills the next staging slot, for a step of so many positions a row; None: rows of padding alone."""
+    def _stage(self, rows: DecodeRows | None, num_rows: int, width: int, *, waits: bool = False) -> None:
+        """Fills the next staging slot, for a step of so many positions a row; None: rows of padding alone. waits: what
+        the graph samples is not accepted there."""
         count = 0 if rows is None else len(rows.slots)
-        entries = np.zeros((0, 2), np.int32)
-        if rows is not None:
+        entries = _NO_ENTRIES
+        if rows is not None and not rows.is_repeat:
             entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
             if len(entries) > self._staging.max_entries:
                 self._slots.send_entries(entries)
                 entries = entries[:0]
         columns = self._staging.stage(num_rows, entries, self._ring.take())
-        slots, max_lens, tokens, lengths, starts, counts = columns[:_COLUMNS]
+        slots, max_lens, tokens, lengths, starts, counts, waiting = columns[:_COLUMNS]
+        waiting[:] = waits
         slots[count:], max_lens[count:], tokens[count:], lengths[count:] = self._slots.dummy_slot, 0, -1, -1
         starts[count:] = counts[count:] = 0
         if rows is None:
             return
         assert rows.bounds is not None, "a row that verifies drafts has bounds"
         slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
-        tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+        tokens[:count] = lengths[:count] = -1
+        if self._slots.has_new_tokens:
+            tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
         if width == 1:
             starts[:count] = counts[:count] = 0
             return
@@ -299,28 +339,42 @@ class VerifySteps:
         )
         return DraftRow(sample=sample, most=self._window)
 
-    def _inputs(self, num_rows: int) -> DraftInputs:
-        columns, staging = self._staging.columns(num_rows), self._staging
-        slots, max_lens, tokens, lengths, starts, counts = (column[:num_rows] for column in columns[:_COLUMNS])
-        return DraftInputs(
-            slots=slots,
-            max_lens=max_lens,
-            tokens=tokens,
-            lengths=lengths,
-            starts=starts,
-            counts=counts,
-            window_WB=columns[_COLUMNS:],
-            entries_E2=staging.entries_E2(num_rows),
-            num_entries_1=staging.num_entries_1,
-            parents_WB=self._parents_WB,
-        )
+    def _inputs(self, num_rows: int) -> tuple[DraftInputs, torch.Tensor]:
+        """Of a step of so many rows, and which of them wait for another sampling: the same memory for every one."""
+        if num_rows not in self._inputs_of:
+            columns, staging = self._staging.columns(num_rows), self._staging
+            slots, max_lens, tokens, lengths, starts, counts, waits = (
+                column[:num_rows] for column in columns[:_COLUMNS]
+            )
+            inputs = DraftInputs(
+                slots=slots,
+                max_lens=max_lens,
+                tokens=tokens,
+                lengths=lengths,
+                starts=starts,
+                counts=counts,
+                window_WB=columns[_COLUMNS:],
+                entries_E2=staging.entries_E2(num_rows),
+                num_entries_1=staging.num_entries_1,
+                parents_WB=self._parents_WB,
+            )
+            self._inputs_of[num_rows] = inputs, waits
+        return self._inputs_of[num_rows]
 
-    def _accept(self, num_rows: int, width: int, taken_T: torch.Tensor | None) -> None:
-        """Advances the slots by what was sampled. taken_T: masks of the positions."""
-        inputs, sampled_T = self._inputs(num_rows), self._target(num_rows, width).ring_RT[0]
-        to = sampled_T, inputs.slots, self._rows[width].of(num_rows), self._state, self._ring.rows
+    def _drafted(self, num_rows: int, width: int) -> DraftRows:
+        if (num_rows, width) not in self._drafted_of:
+            self._drafted_of[num_rows, width] = self._rows[width].of(num_rows)
+        return self._drafted_of[num_rows, width]
+
+    def _accept(
+        self, num_rows: int, width: int, taken_T: torch.Tensor | None, waits_B: torch.Tensor | None = None
+    ) -> None:
+        """Advances the slots by what was sampled. taken_T: masks of the positions. waits_B: rows that do not advance
+        yet."""
+        (inputs, _), sampled_T = self._inputs(num_rows), self._target(num_rows, width).ring_RT[0]
+        to = sampled_T, inputs.slots, self._drafted(num_rows, width), self._state, self._ring.rows
         if not self._has_trees or width == 1:
-            accept_drafts(*to, self._staging.ring_index_1, taken_T)
+            accept_drafts(*to, self._staging.ring_index_1, taken_T, waits_B=waits_B)
             return
         trees = self._trees.of(num_rows)
         accept_drafts(*to, self._staging.ring_index_1, taken_T, inputs.parents_WB, trees.paths_BP)
@@ -331,10 +385,10 @@ class VerifySteps:
         return TokenTarget(ring_RT=sampled_1T, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
 
     def _forward(self, num_rows: int, width: int) -> torch.Tensor:
-        """A step whose inputs are staged, all positions sampled greedily: their logits. Graphs record it."""
+        """A step whose inputs are staged, all positions sampled without filters: their logits. Graphs record it."""
         self._staging.fetch(num_rows)
-        rows = self._rows[width].of(num_rows)
-        inputs = self._inputs(num_rows)
+        rows = self._drafted(num_rows, width)
+        inputs, waits_B = self._inputs(num_rows)
         if self._on_device is not None and width > 1:
             self._on_device.propose(inputs, self._state)
         expand_drafts(inputs, self._state, rows)
@@ -367,7 +421,9 @@ class VerifySteps:
         if follower is not None:
             follower.computed(rows, states or HiddenStates(()), trees)
         logits_TV = self._model.logits(hidden_TD)
-        self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width), use_pdl=False)
+        self._sampler.sample_unfiltered(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width))
+        if trees is None:
+            self._accept(num_rows, width, None, waits_B)
         return logits_TV
 
 

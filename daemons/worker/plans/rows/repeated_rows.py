@@ -1,6 +1,7 @@
 """Steps of decodes alone that only advance: what stays the same from one to the next is kept.
 
-Taking it from the tables again, and checking it again, costs the host more than a short step takes on a device.
+Taking it from the tables again, and checking it again, costs the host more than a short step takes on a device. Rows
+with bounds advance by any number of tokens, and their device knows which of them have no room left.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import numpy as np
 from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan
 from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch
 from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
-from radixmesh.daemons.worker.runner import DecodeRows
+from radixmesh.daemons.worker.runner import DecodeRows, RowBounds
 
 
 class RepeatedRows:
-    """Told of every step that is launched, in order, by `ran` or by `next`. One token a row and step."""
+    """Told of every step that is launched, in order, by `ran` or by `next`."""
 
     def __init__(self, table: SlotTable, page_size: int) -> None:
         self._table = table
@@ -33,6 +34,9 @@ class RepeatedRows:
             return None
         if self._decode_set is not self._table.decode_set:  # Another epoch: plans change it by saying so.
             return None
+        if before.rows.bounds is not None:
+            self._batch = self._next_bounded(before)
+            return self._batch
         self._steps_left -= 1
         table, rows = self._table, before.rows
         slots, positions = rows.slots, table.total_len[rows.slots] - 1
@@ -60,14 +64,40 @@ class RepeatedRows:
     def ran(self, batch: ForwardBatch) -> None:
         """A step of `batch` is launched now; its lengths have not advanced yet."""
         table, slots = self._table, batch.rows.slots
-        is_plain = not (batch.segments or batch.late_rows) and batch.rows.bounds is None
-        if not is_plain or not len(slots) or len(slots) != batch.num_results:
+        if batch.segments or batch.late_rows or not len(slots) or len(slots) != batch.num_results:
             self._batch = None
+            return
+        if batch.rows.bounds is not None:
+            self._batch, self._decode_set, self._steps_left = batch, table.decode_set, 1
             return
         total_len = table.total_len[slots]
         with_pages = table.num_pages[slots].astype(np.int64) * self._page_size - total_len
         self._steps_left = int(np.minimum(with_pages, table.max_total_len[slots] - 1 - total_len).min())
         self._batch, self._decode_set = batch, table.decode_set
+
+    def _next_bounded(self, before: ForwardBatch) -> ForwardBatch:
+        """Pages and limits are those of the step before; the host knows more tokens by now."""
+        rows, bounds, table = before.rows, before.rows.bounds, self._table
+        assert bounds is not None
+        return ForwardBatch(
+            rows=DecodeRows(
+                slots=rows.slots,
+                ids=rows.ids,
+                positions=rows.positions,
+                page_tables=table.page_tables,
+                num_pages=table.num_pages,
+                seeds=rows.seeds,
+                is_sampled=rows.is_sampled,
+                bounds=RowBounds(max_lens=bounds.max_lens, known_lens=table.known_len[rows.slots], tokens=table.tokens),
+                is_repeat=True,
+            ),
+            row_indexes=before.row_indexes,
+            row_generations=before.row_generations,
+            row_logprobs_starts=before.row_logprobs_starts,
+            segments=(),
+            segment_rows=(),
+            num_results=before.num_results,
+        )
 
 
 def _says_nothing(plan: StepPlan) -> bool:

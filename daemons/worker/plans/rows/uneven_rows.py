@@ -53,6 +53,8 @@ def settle_bounded(
     """
     assert output.counts is not None, "rows with bounds yield counts"
     rows, counts = batch.rows, output.counts
+    if not output.logprobs and _settle_single(batch, output, table, records, page_size):
+        return batch
     positions, logprobs_starts = rows.positions.copy(), batch.row_logprobs_starts.copy()
     is_same = table.is_occupied[rows.slots] & (table.generations[rows.slots] == batch.row_generations)
     logprobs_starts[~is_same] = _NEVER
@@ -71,6 +73,26 @@ def settle_bounded(
     records.extend(pages, written % np.int32(page_size), table.tokens[of_tokens, written])
     table.computed_len[slots] = computed_len + num
     return replace(batch, rows=replace(rows, positions=positions), row_logprobs_starts=logprobs_starts)
+
+
+def _settle_single(
+    batch: ForwardBatch, output: StepOutput, table: SlotTable, records: PageRecordTable, page_size: int
+) -> bool:
+    """The same where each row yielded one token and none of their slots moved on, as in nearly all steps that draft
+    nothing; False: it is no such step, and nothing was done."""
+    slots = batch.rows.slots
+    if output.counts is None or output.num_drafts is not None or not bool((output.counts == 1).all()):
+        return False
+    if not (table.is_occupied[slots] & (table.generations[slots] == batch.row_generations)).all():
+        return False
+    computed_len, total_len = table.computed_len[slots], table.total_len[slots]
+    assert (total_len < table.max_total_len[slots]).all(), (slots, total_len, table.max_total_len[slots])
+    table.tokens[slots, total_len] = output.tokens
+    table.total_len[slots] = table.known_len[slots] = total_len + np.int32(1)
+    pages = table.page_tables[slots, computed_len // page_size]
+    records.extend(pages, computed_len % np.int32(page_size), table.tokens[slots, computed_len])
+    table.computed_len[slots] = computed_len + np.int32(1)
+    return True
 
 
 def _settle_decode(

@@ -35,6 +35,8 @@ class Written:
     ) -> Written:
         """By the step of a batch: segments first, rows after them. Their ids are known once it is done."""
         rows = batch.rows
+        if rows.bounds is not None and not batch.segments:
+            return _NOTHING
         slots, row_positions = rows.slots, rows.positions
         if rows.bounds is not None:
             slots, row_positions = empty_ints(), empty_ints()
@@ -55,3 +57,14 @@ class Written:
             row_ids=table.tokens[slots, row_positions],
             is_known=table.known_len[slots] > row_positions,
         )
+
+
+_NOTHING = Written(
+    pages=empty_ints(),
+    page_generations=empty_ints(),
+    offsets=empty_ints(),
+    segment_ids=None,
+    row_slots=empty_ints(),
+    row_ids=empty_ints(),
+    is_known=np.zeros(0, np.bool_),
+)

@@ -32,6 +32,7 @@ from radixmesh.kernels.sampling.sample_params import Branches, Needs, SamplePara
 _INT32_MAX = 2**31 - 1
 # Asked for in every step: an enum's own operators take microseconds.
 _LOGPROBS, _BEYOND_LOGPROBS = int(Needs.LOGPROBS), int(~Needs.LOGPROBS)
+_FILTERED = int(Needs.FILTERS | Needs.PENALTIES)
 
 
 class SlotSampler:
@@ -109,12 +110,20 @@ class SlotSampler:
         is_guided = self._masks is not None and self._masks.is_guided(host_slots)
         return not is_guided and not self._need_bits(host_slots)
 
+    def is_unfiltered(self, host_slots: IntArray) -> bool:
+        """`sample_unfiltered` is all that these slots ask for, but for logprobs and masks."""
+        return not self._need_bits(host_slots) & _FILTERED
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
         compile_sampling(self._params, self.vocab_size, dtype)
         compile_logprobs(self._params, self.vocab_size, dtype)
         if self._masks is not None:
             self._masks.warm_up(dtype, self.vocab_size, self.tokens_SL)
+
+    def warm_up_branches(self, dtype: torch.dtype, branches: Branches) -> None:
+        """The same for rows of branches, of which the first one is taken."""
+        compile_sampling(self._params, self.vocab_size, dtype, Branches(branches.starts_T[:1], branches.ids_TD[:1]))
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
@@ -162,11 +171,11 @@ class SlotSampler:
         rows = SlotRows(self._params, slots, positions)
         sample_greedily(logits_TV, rows, self._scratch, target, use_pdl=use_pdl)
 
-    def sample_drafts(
+    def sample_unfiltered(
         self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget
     ) -> None:
-        """As `sample_greedily`, with the noise of slots that are sampled: by it the target samples there too. Filters
-        and penalties count for the target alone."""
+        """As `sample_greedily`, with the noise of slots that are sampled, and without filters and penalties: drafts are
+        sampled so, and what `resample` has nothing to add to."""
         sample_rows(logits_TV, SlotRows(self._params, slots, positions), self._scratch, target, Needs.NOISE)
 
     def rank_drafts(
@@ -178,7 +187,7 @@ class SlotSampler:
         level: int,
         found: Candidates,
     ) -> None:
-        """The ids that `sample_drafts` is likeliest to take become candidates of a level of trees."""
+        """The ids that `sample_unfiltered` is likeliest to take become candidates of a level of trees."""
         rank_drafts(logits_RV, slots, positions, self._params, scratch, level, found)
 
     def resample(

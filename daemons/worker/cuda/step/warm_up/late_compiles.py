@@ -27,6 +27,11 @@ def watch_compiles() -> None:
     knobs.compilation.listener = _compiled
 
 
+def expect_compiles() -> None:
+    """Until then none is: another runner starts in the process, as in benchmarks."""
+    knobs.compilation.listener = None
+
+
 def _compiled(
     *, src: _Source, metadata: Mapping[str, object], metadata_group: object, times: _Times, cache_hit: bool
 ) -> None:
