@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from support.guided_runs import MODEL, backend, vocabulary
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, MaskWords
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.worker.guided import guide as guide_module
@@ -291,35 +289,6 @@ def test_a_step_of_the_same_slots_follows_the_outputs_that_have_them_now(outputs
     for _ in range(3):
         outputs.step()
         outputs.check()
-
-
-def test_a_process_tells_of_half_of_its_masks_before_it_begins_the_others() -> None:
-    """The half that comes last, and is late where a step is shorter than all masks take, is another one each time."""
-    told: list[IntArray] = []
-
-    class Told(Reports):
-        def send(self, kind: Kind, *parts: bytes) -> None:
-            told.append(np.frombuffer(parts[0], np.int32).reshape(3, -1))
-
-    num, vocab_size = 40, vocabulary().vocab_size
-    words: MaskWords = np.zeros((num, -(-vocab_size // 32)), np.int32)
-    server = MaskServer(backend(), ReportedMasks(words, Told()), vocab_size)
-    server.take(Kind.GRAMMAR, ints(1) + backend().compile(GrammarSource(GrammarForm.REGEX, "[0-9]{200}")))
-    for row in range(num):
-        server.take(Kind.ADMIT, ints(*Admission(row=row, serial=1, grammar=1, position=4, has_mask=0)))
-    until(lambda: sum(masks.shape[1] for masks in told) == num, "first masks are there")
-    digit = vocabulary().tokenizer.token_to_id("3")
-    firsts: list[int] = []
-    ends_s = time.monotonic() + TIMEOUT_S
-    # The threads of their first masks may be about to let go of them.
-    while len(firsts) < 3:
-        assert time.monotonic() < ends_s
-        told.clear()
-        server.take(Kind.TOKENS, ints(*(number for row in range(num) for number in (row, 1, digit))))
-        until(lambda: sum(masks.shape[1] for masks in told) == num, "they go on")
-        if [masks.shape[1] for masks in told] == [20, 20]:
-            firsts.append(int(told[0][0, 0]))
-    assert firsts[0] != firsts[1] != firsts[2] and set(firsts) == {0, 20}
 
 
 def test_a_server_is_warm_without_outputs_and_one_that_cannot_be_is_none_the_worse() -> None:

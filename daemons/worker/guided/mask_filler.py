@@ -25,8 +25,6 @@ _OTHER_CORES = 2  # For the step thread, and for the threads that talk to the sc
 # The same of a thread that leaves the filling to the library's threads: the masks of the first ones are where they are
 # read before those of the last ones are begun.
 _MAX_HERE = 128
-# Of a process's rows: by as few reports as that, those of the first half are on their way before the second is begun.
-_LEAST_HERE = 16
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
@@ -44,10 +42,9 @@ _Groups = tuple[Sequence[Sequence[tuple[Guide, int]]], float, threading.Lock]
 
 class MaskFiller:
     """Quick outputs go to a few threads, slow ones to others: a bomb holds up none but its like. Starts with the first
-    output that follows a grammar. num_groups: of follow_here(), at least, where there are rows enough."""
+    output that follows a grammar."""
 
-    def __init__(self, num_threads: int | None = None, num_groups: int = 1) -> None:
-        self._num_groups = num_groups
+    def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or max(_MIN_THREADS, min(_MAX_THREADS, (os.cpu_count() or 1) - _OTHER_CORES))
         self._quick: SimpleQueue[_Job] = SimpleQueue()
         self._slow: SimpleQueue[_Job] = SimpleQueue()
@@ -73,7 +70,7 @@ class MaskFiller:
         self._put((), alone, told_s)
         if shared:
             self._start()  # Chains grow there.
-        here, *others = _dealt(self._in_turns(shared), 1 + _GROUP_THREADS if len(shared) > _MAX_HERE else 1)
+        here, *others = _dealt(self._in_turns(shared), 1 + _GROUP_THREADS)
         waiting: list[threading.Lock] = []
         for groups in others:
             through = threading.Lock()
@@ -86,7 +83,7 @@ class MaskFiller:
 
     def _in_turns(self, shared: Sequence[tuple[Guide, int]]) -> Sequence[Sequence[tuple[Guide, int]]]:
         """Groups of equal size. Masks of the last one may be late: each time it is another one."""
-        num = max(-(-len(shared) // _MAX_HERE), min(self._num_groups, len(shared) // _LEAST_HERE))
+        num = -(-len(shared) // _MAX_HERE)
         if num < 2:
             return (shared,) if shared else ()
         size = -(-len(shared) // num)

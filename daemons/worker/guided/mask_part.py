@@ -126,8 +126,8 @@ class MaskPart:
         self.number = number
         self.state = PartState.STARTING
         self.link: MaskLink | None = None
-        self.num_awaited = 0
-        """Outputs whose last tokens were sent to it, and whose masks have not come since; about as many."""
+        self.is_awaited = False
+        """Tokens were on their way to it since its last masks came."""
         self.told_s = self.sent_s = 0.0
         """When the last tokens came, 0: their masks have been told of; and when they were on their way. By the clock of
         perf_counter()."""
@@ -203,9 +203,8 @@ class MaskPart:
         try:
             for kind, payload in link.read():
                 if kind == Kind.PUBLISHED:
-                    masks = self._checked(np.frombuffer(payload, np.int32).reshape(3, -1))
-                    published.append(masks)
-                    self.num_awaited -= masks.shape[1]
+                    published.append(self._checked(np.frombuffer(payload, np.int32).reshape(3, -1)))
+                    self.is_awaited = False
                 elif kind == Kind.FREED:
                     self._freed(*np.frombuffer(payload, np.int32).tolist())
                 elif kind == Kind.FAILED:
@@ -267,7 +266,7 @@ class MaskPart:
             return
         now_s, self._is_gone = time.monotonic(), False
         with self._lock:
-            self.link, self.state, self.num_awaited = None, PartState.STARTING, 0
+            self.link, self.state, self.is_awaited = None, PartState.STARTING, False
             leaving = list(self._leaving.values())
             self._leaving.clear()
             self._sent.clear()

@@ -22,9 +22,6 @@ from radixmesh.daemons.worker.guided.mask_frames import INT, Admission, Kind, fr
 from radixmesh.daemons.worker.guided.mask_memory import MaskMemory, MaskSink, Rows
 
 _ADMISSION_BYTES = INT * len(Admission._fields)
-_GROUPS = 2
-"""Reports of a step's masks. By one, all rows of a process that takes a little longer than a step are late, and go on
-every second step; by two, those of the group that is last, each time another one."""
 
 
 class Reports(ABC):
@@ -156,7 +153,7 @@ class MaskServer:
 
     def __init__(self, backend: GrammarBackend, masks: ReportedMemory, vocab_size: int) -> None:
         self._backend, self._vocab_size = backend, vocab_size
-        self._filler = MaskFiller(num_groups=_GROUPS)
+        self._filler = MaskFiller()
         self.attach(masks)
 
     def attach(self, masks: ReportedMemory) -> None:

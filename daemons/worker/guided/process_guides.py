@@ -191,9 +191,8 @@ class ProcessGuides(Guides):
                 if start < end
             ]
             # Ahead of the first frame: a process may report before the next one has its tokens.
-            for part, of_part in of_parts:
-                is_new = of_part[1:, 0] != of_part[:-1, 0]
-                part.num_awaited = 1 + int(np.count_nonzero(is_new)) if part.state is PartState.LIVE else 0
+            for part, _ in of_parts:
+                part.is_awaited = part.state is PartState.LIVE
             for part, of_part in of_parts:
                 part.send_tokens(of_part, told_s)
 
@@ -223,7 +222,7 @@ class ProcessGuides(Guides):
                 since_s = time.perf_counter()
                 self._take(parts, published)
                 for _ in range(_GATHER_TURNS):
-                    if not published or not any(part.num_awaited > 0 for part in self._parts):
+                    if not published or not any(part.is_awaited for part in self._parts):
                         break
                     time.sleep(_GATHER_S)
                     more = self._wait_for_reports(0.0)
@@ -311,12 +310,9 @@ class _Rows(StepRows):
 
 
 def _log_times(parts: Sequence[MaskPart], since_s: float) -> None:
-    """Of the last tokens of each part, until they were sent, the last masks were reported, and these were on the
-    device."""
+    """Of the last tokens of each part, until they were sent, masks were reported, and these were on the device."""
     now_s = time.perf_counter()
     for part in parts:
-        if part.num_awaited > 0:
-            continue
         told_s, part.told_s = part.told_s, 0.0
         if told_s:  # Otherwise these are first masks, of outputs that came.
             times_s = part.sent_s, since_s, now_s
