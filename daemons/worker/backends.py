@@ -269,7 +269,6 @@ def _load_cuda(
         None if speculation is None and not num_forced else verify_drafts,
         compilers,
         meanwhile=lambda: None if read_here is None else read_here.prepare(),
-        captures_late=True,
         index=settings.cuda_device,
         ranks=group if isinstance(group, RankGroup) else None,
         experts=experts,

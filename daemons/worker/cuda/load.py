@@ -124,15 +124,14 @@ def load_cuda_runner(
     compilers: KernelCompilers | None = None,
     *,
     meanwhile: Callable[[], object] = lambda: None,
-    captures_late: bool = False,
     index: int = 0,
     ranks: RankGroup | None = None,
     experts: ExpertDispatch | None = None,
 ) -> DeviceRunner:
     """Loads, sizes, compiles and captures. verify: has the runner verify drafts, at the end; its decodes are then
     captured by that alone, if its attention can. compilers: compile kernels while GEMMs are tuned; meanwhile: work for
-    the time that they still take after it. captures_late: as of `DeviceRunner.warm_up`. index: of the GPU. ranks:
-    those that hold the model together. experts: places experts on the ranks that share them, and knows these.
+    the time that they still take after it. index: of the GPU. ranks: those that hold the model together.
+    experts: places experts on the ranks that share them, and knows these.
 
     Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT.
     """
@@ -157,7 +156,7 @@ def load_cuda_runner(
         compilers.wait(meanwhile)
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
-        runner.warm_up(has_decodes=verify is None or not runner.can_verify, captures_late=captures_late)
+        runner.warm_up(has_decodes=verify is None or not runner.can_verify)
         if verify is not None:
             verify(runner)
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))

@@ -11,10 +11,9 @@ Those of prompt tokens are computed when the step's result is asked for, from hi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +43,6 @@ from radixmesh.daemons.worker.cuda.step.sampling.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_forwards import RunnerLimits, StepForwards
-from radixmesh.daemons.worker.cuda.step.step_graphs import sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.step_results import StepResults
 from radixmesh.daemons.worker.cuda.step.verify_steps import VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up.compile_ahead import can_compile_ahead, compile_ahead
@@ -61,15 +59,6 @@ _log = get_logger(__name__)
 
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
-_OVER = object()
-
-
-class _LateCapture(NamedTuple):
-    """A graph that is captured between steps: its rows, what is left to be done, and seconds of each piece so far."""
-
-    rows: int
-    pieces: Iterator[None]
-    seconds: list[float]
 
 
 class DeviceRunner(ModelRunner):
@@ -146,7 +135,6 @@ class DeviceRunner(ModelRunner):
         self.kv_device = self._kv.create_device()
         self.verifying: VerifySteps | None = None
         self._chains: SlotChains | None = None
-        self._capturing: _LateCapture | None = None
 
     def _describe(
         self,
@@ -285,14 +273,13 @@ class DeviceRunner(ModelRunner):
         """False where the attention needs exact lengths, which the host does not know while steps with drafts run."""
         return not self.attention.needs_exact_lengths
 
-    def warm_up(self, *, has_decodes: bool = True, is_formed: bool = False, captures_late: bool = False) -> None:
+    def warm_up(self, *, has_decodes: bool = True, is_formed: bool = False) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start.
 
         has_decodes: False before verify(), which captures the decodes itself: no others come. is_formed: the ranks have
         met, after a warm-up of each alone; graphs that hold their connections are captured then and not before. What
-        they send each other is what kernels have computed, and nothing else. captures_late: decodes of some sizes are
-        captured between steps, when they have come often; those of ranks all here, since all would have to agree.
+        they send each other is what kernels have computed, and nothing else.
         """
         is_recorded = is_formed or not self.links.is_captured_anew
         with self.device.in_order(), torch.inference_mode():
@@ -305,11 +292,7 @@ class DeviceRunner(ModelRunner):
                 self.device.record_event().wait()
                 return
             if has_decodes:
-                is_late = captures_late and not self.links
-                first = sizes_to_compile(self.forwards.decodes.graphs.sizes) if is_late else None
-                self.forwards.decodes.capture(self._sampler, first, is_recorded=is_recorded)
-                if is_late:
-                    self.forwards.capture_rest()
+                self.forwards.decodes.capture(self._sampler, is_recorded=is_recorded)
                 self.set_dispatch_mode(DispatchMode.NORMAL, 0)
             self.forwards.prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
@@ -358,46 +341,13 @@ class DeviceRunner(ModelRunner):
         self.slots.send(_slots_of(rows, segments), rows.page_tables, rows.num_pages)
         return self._launch_chunks(rows, segments)
 
-    def _launch_decodes(self, rows: DecodeRows, *, may_capture: bool = True) -> StepHandle[StepOutput]:
-        """may_capture: part of a graph may be captured ahead of the step."""
+    def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
         if not len(rows.slots) and self.links.travels is None:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
             return self._results.handle(start, start, StepHandle.of(NOTHING), rows.slots, moves=self._moves)
-        if len(rows.slots) and may_capture:
-            self._capture_piece(len(rows.slots))
         start, end, fetched = self.forwards.decodes.launch(rows, self._sampler, self._clock, self._admissions)
         return self._results.handle(start, end, fetched, rows.slots, moves=self._moves)
-
-    def _capture_piece(self, num_rows: int) -> None:
-        """Captures a part of a graph ahead of a step of so many decodes, if one is under way or is due for such steps.
-        One that cannot be had leaves steps with those that are there. A step that has a graph of its size waits for
-        nobody else's: a part takes as long as some steps of few rows."""
-        capture = self._capturing
-        if capture is None:
-            size = self.forwards.late_size(num_rows)
-            if size is None:
-                return
-            capture = self._capturing = _LateCapture(size, self.forwards.decodes.pieces(self._sampler, size), [])
-        elif self.forwards.decodes.graphs.has_own(num_rows):
-            return
-        # No event says when the staging slots that it takes are free again.
-        self.device.record_event().wait()
-        started = time.monotonic()
-        try:
-            with self.device.in_order(), torch.inference_mode():
-                is_over = next(capture.pieces, _OVER) is _OVER
-        except RuntimeError as error:
-            self._capturing = None
-            self.forwards.keep_captured()
-            _log.warning("graph_not_captured", rows=capture.rows, reason=f"{type(error).__name__}: {error}")
-            return
-        self.device.record_event().wait()
-        capture.seconds.append(time.monotonic() - started)
-        if is_over:
-            self._capturing = None
-            seconds, longest = round(sum(capture.seconds), 3), round(max(capture.seconds), 3)
-            _log.info("graph_captured", rows=capture.rows, seconds=seconds, longest_piece_s=longest)
 
     def _may_decode(self, rows: DecodeRows, segments: Sequence[Segment]) -> bool:
         """True if chunks can go as rows of decodes: prompts of which all but the last token was there, as of outputs
@@ -412,8 +362,7 @@ class DeviceRunner(ModelRunner):
 
     def _launch_as_decodes(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step whose chunks are one token each, and sampled."""
-        # The first token behind KV from elsewhere waits for no capture.
-        handle, num_rows = self._launch_decodes(_with_rows(rows, segments), may_capture=False), len(rows.slots)
+        handle, num_rows = self._launch_decodes(_with_rows(rows, segments)), len(rows.slots)
 
         def collect() -> StepOutput:
             output = handle.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -100,23 +100,6 @@ class DecodeSteps:
         if experts is not None:
             experts.room = room
         self._before = None
-
-    def pieces(self, sampler: SlotSampler, num_rows: int) -> Iterator[None]:
-        """Captures one size as capture() does, in pieces, of which none takes longer than to launch a step kernel by
-        kernel. Steps may be launched between them; ahead of each all of those are over. Not where ranks share experts.
-        """
-        rows, variants = no_rows(), self._attention.variants(num_rows)
-        parts = [(variant, take) for variant in variants for take in (self.graphs.run, self.graphs.record)]
-        for index, (variant, take) in enumerate(parts):
-            self._attention.forget()
-            self._attention.plan(host_step(rows, (), num_rows))
-            work = partial(self._compute, sampler, num_rows, variant)
-            take(num_rows, variant, work, partial(self._stage, rows, num_rows))
-            # The next step is planned anew, and may have another graph.
-            self._before = None
-            if index < len(parts) - 1:
-                yield
-        self.graphs.add(num_rows)
 
     def launch_all(self, sampler: SlotSampler) -> None:
         """Launches the kernels of all steps that capture() captures, for compiling."""

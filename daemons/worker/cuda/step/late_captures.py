@@ -1,12 +1,8 @@
-"""Captures between steps, one graph at a time, while requests are served.
+"""Captures of ranks that have met again: one graph at a time, between steps, while requests are served.
 
-A worker alone serves when it has graphs of its largest steps and of sizes that are powers of two. Steps of other sizes
-are padded to them; a size that comes often is captured, in pieces with steps between them (`DecodeSteps.pieces`).
-
-Ranks that have met again have none: graphs over a transport that connects anew are lost with a generation of the group,
-and to capture all of them takes seconds for which every request would wait. Ranks capture together, because the
-transport registers memory then, and replay together. So the choice is a function of what the plans' headers say since
-the ranks met: no rank votes.
+Graphs over a transport that connects anew are lost with a generation of the group, and to capture all of them takes
+seconds for which every request would wait. Ranks capture together, because the transport registers memory then, and
+replay together. So the choice is a function of what the plans' headers say since the ranks met: no rank votes.
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ class Choice(NamedTuple):
 
 
 class LateCaptures:
-    """sizes: rows of the graphs that there may be, ascending; captured: those that are there."""
+    """sizes: rows of the graphs that there may be, ascending; none is captured yet."""
 
-    def __init__(self, sizes: Sequence[int], captured: Sequence[int] = ()) -> None:
-        self._missing = [size for size in sizes if size not in captured]
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._missing = list(sizes)
         self._largest = sizes[-1]
-        self._captured = list(captured)
+        self._captured: list[int] = []
         self._num_padded = Counter[int]()
 
     def choose(self, num_rows: int) -> Choice:
@@ -52,11 +48,6 @@ class LateCaptures:
         if self._num_padded[wanted] > PADDED_STEPS:
             return self._add(wanted)
         return Choice(best, is_new=False)
-
-    @property
-    def is_over(self) -> bool:
-        """All sizes were chosen."""
-        return not self._missing
 
     def _add(self, size: int) -> Choice:
         self._missing.remove(size)

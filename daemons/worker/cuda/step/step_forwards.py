@@ -65,7 +65,6 @@ class StepForwards:
         self._model, self._experts, self._has_decodes = model, experts, Task.GENERATE in model.tasks
         self.late: LateCaptures | None = None
         """Graphs that ranks capture between steps; None: all of them are captured."""
-        self._rest: LateCaptures | None = None
         tokens = TokenRing(device, max_rows=limits.num_slots)
         self.prompts = PromptSteps(
             device,
@@ -106,37 +105,12 @@ class StepForwards:
         """Forgets all graphs: they are captured anew."""
         self.prompts.drop()
         self.decodes.graphs.drop()
-        self.late = self._rest = None
+        self.late = None
 
     def capture_late(self) -> None:
         """Graphs of decodes are captured while requests are served, those of sizes that come. Others have none."""
         sizes = self.decodes.graphs.sizes
         self.late = LateCaptures(sizes) if sizes else None
-
-    def capture_rest(self) -> None:
-        """From now on late_size() says which graphs of decodes are to be captured between steps."""
-        graphs = self.decodes.graphs
-        self._rest = LateCaptures(graphs.sizes, graphs.captured_sizes) if graphs.captured_sizes else None
-
-    def late_size(self, num_rows: int) -> int | None:
-        """Rows of a graph that is to be captured between steps now; None: none is. Called once ahead of each step of so
-        many decodes that no capture is under way for."""
-        rest = self._rest
-        if rest is None:
-            return None
-        if rest.is_over:
-            self._rest = None
-            return None
-        graphs = self.decodes.graphs
-        size = graphs.bucket(num_rows)
-        if size is None or size in graphs.captured_sizes:
-            return None
-        rows, is_new = rest.choose(size)
-        return rows if is_new else None
-
-    def keep_captured(self) -> None:
-        """No further graphs are captured between steps: they are padded to those that are there."""
-        self._rest = None
 
     def set_dispatch_mode(
         self,

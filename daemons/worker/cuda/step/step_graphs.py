@@ -27,10 +27,6 @@ class StepGraphs:
         """Rows of the smallest captured graph for a step; None if there is none."""
         return next((size for size in self.sizes if size >= num_rows and size in self.captured_sizes), None)
 
-    def has_own(self, num_rows: int) -> bool:
-        """True if steps of so many rows have the graph that they are to have, or are too large for all."""
-        return self.captured(num_rows) == self.bucket(num_rows)
-
     def of_size(self, num_rows: int) -> int | None:
         """The same number, if a graph is captured for just so many rows."""
         return num_rows if num_rows in self.captured_sizes else None
@@ -47,20 +43,10 @@ class StepGraphs:
         prepare: called ahead of each, puts in its place what `work` reads, as ahead of any replay.
         """
         self.run(num_rows, variant, work, prepare)
-        self.record(num_rows, variant, work, prepare)
-        self.add(num_rows)
-
-    def record(
-        self, num_rows: int, variant: str, work: Callable[[], torch.Tensor], prepare: Callable[[], None]
-    ) -> None:
-        """The part of capture() behind run(). No step replays the graph before add()."""
         replay = self._device.capture(work)
         prepare()
         replay()
         self._graphs[num_rows, variant] = replay
-
-    def add(self, num_rows: int) -> None:
-        """Steps of so many rows have all their graphs from now on."""
         if num_rows not in self.captured_sizes:
             self.captured_sizes.append(num_rows)
 
