@@ -35,7 +35,6 @@ from radixmesh.kernels.moe.grouped_gemm import (
     routed_experts_reference,
 )
 from radixmesh.kernels.moe.route import RouterRule, Routes, route
-from radixmesh.kernels.moe.tma_grouped_gemm import TILE_ROWS, accepts_tiles, experts_by_tiles
 
 
 class _Shape(NamedTuple):
@@ -84,12 +83,7 @@ class _Layer:
             gate_up_silu(x, of, self.num_pairs, self.w_gate_up, config.gate_up)
             for x, of in zip(self.x, tiles, strict=True)
         ]
-        by_tiles: dict[str, Callable[[int], object]] = {}
-        if tile_rows == TILE_ROWS and accepts_tiles(self.x[0], self.w_gate_up, self.w_down):
-            by_tiles["gate_up and down by tiles"] = lambda turn: experts_by_tiles(
-                self.x[turn], tiles[turn], self.num_pairs, self.w_gate_up, self.w_down
-            )
-        return by_tiles | {
+        return {
             "route": lambda turn: route(self.logits[turn], self.shape.rule),
             "group": lambda turn: group_rows(self.routes[turn].expert_ids_TA, experts, tile_rows),
             "gate_up": lambda turn: gate_up_silu(

@@ -20,7 +20,6 @@ import triton.language as tl
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import ExpertTiles, RowTiles, group_places, group_rows
 from radixmesh.kernels.moe.route import Routes
-from radixmesh.kernels.moe.tma_grouped_gemm import TILE_ROWS, accepts_tiles, experts_by_tiles
 
 _COMBINE_BLOCK = 1024
 
@@ -207,13 +206,8 @@ def routed_experts(
     if variant.scales_input:
         scales_TA, weights_TA = weights_TA, torch.ones_like(weights_TA)
     num_pairs = num_rows * num_picks
-    if config.tile_rows == TILE_ROWS and variant.is_swiglu and accepts_tiles(x_TD, w_gate_up_E2FD, w_down_EDF):
-        results = experts_by_tiles(x_TD, tiles, num_pairs, w_gate_up_E2FD, w_down_EDF, use_pdl=use_pdl)
-    else:
-        gated = gate_up_silu(
-            x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl
-        )
-        results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
+    gated = gate_up_silu(x_TD, tiles, num_pairs, w_gate_up_E2FD, config.gate_up, variant, scales_TA, use_pdl=use_pdl)
+    results = down(gated, tiles, num_pairs, w_down_EDF, config.down, variant.b_down_ED, use_pdl=use_pdl)
     if beside is None:
         combine(results, weights_TA, residual_TD, out, use_pdl=use_pdl)
     else:

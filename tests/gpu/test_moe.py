@@ -22,7 +22,7 @@ _SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_captured_experts_are_torchs_for_any_choice(shape: str, dtype: torch.dtype) -> None:
-    """One graph serves logits that change, from one row to many tiles of each expert, which the copy engine brings."""
+    """One graph serves logits that change, from one row to many tiles of each expert."""
     hidden, mlp, num_experts, rule = _SHAPES[shape]
     w_gate_up = _random(num_experts, 2 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5)
     w_down = _random(num_experts, hidden, mlp, dtype=dtype).mul_(mlp**-0.5)

@@ -126,9 +126,6 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     assert names >= {"_route_kernel", "_choose_slots_kernel", "_group_rows_kernel"}
     assert names >= {"_gate_up_kernel", "_down_kernel", "_combine_kernel"}
     assert names >= {"_pack_kernel", "_own_routes_kernel", "_group_places_kernel", "_add_parts_kernel"}
-    by_tiles = {"_gather_kernel", "_gate_up_tiles_kernel", "_down_tiles_kernel"}
-    assert names & by_tiles == (by_tiles if dtype != "float32" and max(sizes[3:]) >= 4096 else set())
-    assert all(launch["stack"] == 0 for launch in launches if launch["kernel"] in by_tiles), launches
     if 1 in sizes[3:]:
         assert names >= {"_router_logits_kernel", "_row_gate_up_kernel", "_row_down_kernel"}
     assert all(launch["stack"] <= 64 for launch in launches if "_row_" in launch["kernel"]), launches

@@ -28,8 +28,6 @@ from radixmesh.kernels.moe.grouped_gemm import (
     ExpertVariant,
     SlotRows,
     combine,
-    down,
-    gate_up_silu,
     one_expert,
     routed_experts,
     routed_experts_reference,
@@ -45,7 +43,6 @@ from radixmesh.kernels.moe.row_experts import (
     row_experts_reference,
 )
 from radixmesh.kernels.moe.shared_mlp import shared_config, shared_mlp, shared_mlp_reference
-from radixmesh.kernels.moe.tma_grouped_gemm import TILE_ROWS, experts_by_tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_moe.py is for the GPU")
 
@@ -168,25 +165,6 @@ def test_experts_compute_what_torch_does(
     # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
     error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
     assert float((got.float() - want.float()).norm() / want.float().norm()) < error
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_rows", "hidden", "mlp"), [(1, 64, 32), (40, 136, 96), (300, 80, 136)])
-def test_tiles_that_are_copied_give_what_those_that_are_loaded_do(
-    num_rows: int, hidden: int, mlp: int, dtype: torch.dtype
-) -> None:
-    """Of rows with a stride, and with experts that nobody picks, or another rank's: their pairs are in no tile."""
-    x_TD, routes, w_gate_up, w_down = _operands(num_rows, 6, 2, hidden, mlp, dtype)
-    x_TD = torch.cat([x_TD, x_TD], dim=1)[:, :hidden]
-    routes.expert_ids_TA[::3, 1] = 6
-    tiles, num_pairs = group_rows(routes.expert_ids_TA, 6, TILE_ROWS), 2 * num_rows
-    config = GroupedConfig(64, 64, 4, 3)
-    want_PD = down(gate_up_silu(x_TD, tiles, num_pairs, w_gate_up, config), tiles, num_pairs, w_down, config)
-    got_PD = experts_by_tiles(x_TD, tiles, num_pairs, w_gate_up, w_down)
-    is_there = routes.expert_ids_TA.flatten() < 6
-    error = 2 * (typical_chain_error(2, dtype) + typical_chain_error(hidden + mlp, torch.float32))
-    want_PD, got_PD = want_PD[is_there].float(), got_PD[is_there].float()
-    assert float((got_PD - want_PD).norm() / want_PD.norm()) < error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

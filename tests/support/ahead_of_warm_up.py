@@ -26,7 +26,6 @@ from radixmesh.daemons.worker.cuda.compilers import client
 from radixmesh.daemons.worker.cuda.compilers.client import KernelCompilers
 from radixmesh.daemons.worker.cuda.model.layer_kinds import each_kind
 from radixmesh.daemons.worker.cuda.step.warm_up import compile_ahead
-from radixmesh.kernels.moe import tma_grouped_gemm
 from support.device_settings import TINY_SETTINGS
 from support.replaying_device import ReplayingDevice
 
@@ -47,7 +46,6 @@ def main() -> None:
     )
     client._TIMEOUT_S = 500.0  # A start gives up sooner; here all of them are to be seen, on a busy machine too.
     kernel_choice.kernels_name = lambda settings, device: settings.kernels
-    tma_grouped_gemm.has_wgmma = lambda device: True
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     settings = load.replace(

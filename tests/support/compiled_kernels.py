@@ -248,10 +248,9 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
     """Routed experts of steps of so many rows, from the router on."""
     from radixmesh.kernels.moe import choose_slots, exchange_rows, grouped_gemm, route, router_logits, row_experts
-    from radixmesh.kernels.moe import tma_grouped_gemm as by_tiles
 
     # As on Hopper.
-    row_experts.has_gdc = by_tiles.has_wgmma = lambda device: True
+    row_experts.has_gdc = lambda device: True
     weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=dtype), torch.zeros(num_experts, hidden, mlp, dtype=dtype)
     norm = row_experts.RowNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     groups = route.RouterRule(num_picks=2, is_sigmoid=True, num_groups=4, num_picked_groups=2, group_best=2)
