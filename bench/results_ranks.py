@@ -192,6 +192,8 @@ def guided(_: Mapping[str, Any]) -> list[str]:
                 "eight_processes": "eight processes",
                 "debug_log": "four processes, worker that logs each step",
                 "busy_machine": "four processes, cores that others load",
+                "halves": "four processes that tell of their rows by halves, cores that others load",
+                "chains": "the same, with chains of forced ids",
             }[name],
             *(f"{got[name][case]['out_tok_s']:,.0f}" for case in ("free", "guided")),
             f"{got[name]['guided_of_free']:.3f}",
@@ -199,7 +201,7 @@ def guided(_: Mapping[str, Any]) -> list[str]:
         ]
         for name in (
             *("before", "filled", "threads", "processes", "rows_kept", "eight_processes", "debug_log"),
-            "busy_machine",
+            *("busy_machine", "halves", "chains"),
         )
     ]
     return [

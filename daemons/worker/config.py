@@ -51,7 +51,7 @@ class WorkerSettings(CommonSettings):
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     mask_processes: int | None = setting(
         None,
-        "CUDA: processes that follow grammars beside the worker; none: by its cores, 1 to 4; 0: threads of it do",
+        "CUDA: processes that follow grammars beside the worker; none: by its cores, 1 to 8; 0: threads of it do",
     )
     jump_forward_tokens: int = setting(0, "CPU and CUDA: most tokens of a text that a grammar forces which one step "
         "verifies at once; 0: none")  # fmt: skip
