@@ -12,10 +12,11 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
     sums, rows, pair = (read(f"h200x2-{name}.json") for name in ("sums", "expert-rows", "pd-hand-over"))
     micros, ways = sums["micros_by_rows"], rows["micros_by_rows"]
     load, beyond = pair["layouts"]["pairs"]["hand-over"], pair["beyond_ms"]
-    earlier, since = read("h100x2-pd.json"), pair["since"]
+    earlier, since, last = read("h100x2-pd.json"), pair["since"], read("h200x2-pd-hand-over-tokens-first.json")
+    last = {"commit": last["commit"], "beyond_ms": last["runs"]["pd-8b"]["beyond_ms"]}
     others = [
         f"commit {got['commit']} {got['beyond_ms']['token_1']:.1f} and {got['beyond_ms']['token_2']:.1f}"
-        for got in (earlier, since)
+        for got in (earlier, since, last)
     ]
     beside = [
         [
@@ -54,7 +55,7 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
             f"A prompt of {load['prompt']:,} tokens of Llama-3.1-8B's shape, computed by one GPU and decoded by the "
             f"other, one at a time (`{pair['command']}`): the first token comes {beyond['token_1']:.1f} ms later than "
             f"from a replica that does both, the second {beyond['token_2']:.1f}, medians; on two H100 with "
-            f"{others[0]}; with {others[1]}. 32 "
+            f"{others[0]}; with {others[1]}; with {others[2]}. 32 "
             "outputs beside prompts of 8,192 tokens, two a second, through a pair and through two replicas with "
             "chunked prefill:"
         ),
