@@ -34,23 +34,9 @@ class RepeatedRows:
             return None
         if self._decode_set is not self._table.decode_set:  # Another epoch: plans change it by saying so.
             return None
-        if before.rows.bounds is not None:
-            self._batch = self._next_bounded(before)
-            return self._batch
-        self._steps_left -= 1
-        table, rows = self._table, before.rows
-        slots, positions = rows.slots, table.total_len[rows.slots] - 1
+        rows = self._next_rows(before.rows) if before.rows.bounds is None else self._next_bounded(before.rows)
         self._batch = ForwardBatch(
-            rows=DecodeRows(
-                slots=slots,
-                ids=table.tokens[slots, positions],
-                positions=positions,
-                page_tables=table.page_tables,
-                num_pages=table.num_pages,
-                seeds=rows.seeds,
-                is_sampled=rows.is_sampled,
-                is_repeat=True,
-            ),
+            rows=rows,
             row_indexes=before.row_indexes,
             row_generations=before.row_generations,
             row_logprobs_starts=before.row_logprobs_starts,
@@ -75,28 +61,35 @@ class RepeatedRows:
         self._steps_left = int(np.minimum(with_pages, table.max_total_len[slots] - 1 - total_len).min())
         self._batch, self._decode_set = batch, table.decode_set
 
-    def _next_bounded(self, before: ForwardBatch) -> ForwardBatch:
+    def _next_rows(self, rows: DecodeRows) -> DecodeRows:
+        self._steps_left -= 1
+        table, slots = self._table, rows.slots
+        positions = table.total_len[slots] - 1
+        return DecodeRows(
+            slots=slots,
+            ids=table.tokens[slots, positions],
+            positions=positions,
+            page_tables=table.page_tables,
+            num_pages=table.num_pages,
+            seeds=rows.seeds,
+            is_sampled=rows.is_sampled,
+            is_repeat=True,
+        )
+
+    def _next_bounded(self, rows: DecodeRows) -> DecodeRows:
         """Pages and limits are those of the step before; the host knows more tokens by now."""
-        rows, bounds, table = before.rows, before.rows.bounds, self._table
+        table, bounds = self._table, rows.bounds
         assert bounds is not None
-        return ForwardBatch(
-            rows=DecodeRows(
-                slots=rows.slots,
-                ids=rows.ids,
-                positions=rows.positions,
-                page_tables=table.page_tables,
-                num_pages=table.num_pages,
-                seeds=rows.seeds,
-                is_sampled=rows.is_sampled,
-                bounds=RowBounds(max_lens=bounds.max_lens, known_lens=table.known_len[rows.slots], tokens=table.tokens),
-                is_repeat=True,
-            ),
-            row_indexes=before.row_indexes,
-            row_generations=before.row_generations,
-            row_logprobs_starts=before.row_logprobs_starts,
-            segments=(),
-            segment_rows=(),
-            num_results=before.num_results,
+        return DecodeRows(
+            slots=rows.slots,
+            ids=rows.ids,
+            positions=rows.positions,
+            page_tables=table.page_tables,
+            num_pages=table.num_pages,
+            seeds=rows.seeds,
+            is_sampled=rows.is_sampled,
+            bounds=RowBounds(max_lens=bounds.max_lens, known_lens=table.known_len[rows.slots], tokens=table.tokens),
+            is_repeat=True,
         )
 
 
