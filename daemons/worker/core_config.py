@@ -21,5 +21,4 @@ class CoreConfig:
     record_plans: Path | None = None
     transfer_staging_bytes: int = 0
     """KV on its way to and from other workers; 0: there are no transfers."""
-    """The device does not slow down while KV comes for it."""
     predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN

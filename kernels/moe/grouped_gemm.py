@@ -39,13 +39,10 @@ class ExpertVariant(NamedTuple):
     scales_input: bool = False
 
     @property
-    def has_bias(self) -> bool:
-        return self.b_gate_up_E2F is not None or self.b_down_ED is not None
-
-    @property
     def is_swiglu(self) -> bool:
         """Nothing but down(silu(gate) x up)."""
-        return not self.has_bias and self.swiglu_limit is None and not self.scales_input
+        has_bias = self.b_gate_up_E2F is not None or self.b_down_ED is not None
+        return not has_bias and self.swiglu_limit is None and not self.scales_input
 
 
 SWIGLU = ExpertVariant()

@@ -62,9 +62,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
         self.kv_heads = b""
+        """KV heads of its ranks, as its hello has them."""
         self.takes_kv_targets = False
         """Prompts for outputs elsewhere may come ahead of the target of their KV."""
-        """KV heads of its ranks, as its hello has them."""
         self.role = scheduler_pb2.SCHEDULER_ROLE_UNSPECIFIED
         """In disaggregated prefill and decode, as last announced."""
         self._prefills: dict[int, RemotePrompt] = {}
