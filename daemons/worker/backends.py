@@ -174,7 +174,7 @@ def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
             speculation, runner, settings.model, "float32" if settings.dtype == "auto" else settings.dtype
         )
     drafter = ByGrammar(guided, num_forced, free, most)
-    lengths = _draft_lengths(settings, speculation.num_steps, speculation)
+    lengths = _draft_lengths(settings, most, speculation)
     runner.verify(drafter, max_drafts=max(most, num_forced), lengths=lengths)
 
 
@@ -183,7 +183,9 @@ def _draft_lengths(settings: WorkerSettings, max_drafts: int, speculation: Specu
     if not settings.speculative_adaptive:
         return None
     is_network = speculation is not None and speculation.algorithm in NETWORKS
-    return DraftLengths(settings.num_slots, max_drafts, catch_up=MOST_BEHIND if is_network else 0)
+    has_trees = speculation is not None and speculation.tree is not None
+    catch_up = MOST_BEHIND if is_network else 0
+    return DraftLengths(settings.num_slots, max_drafts, catch_up=catch_up, is_whole=has_trees)
 
 
 def _drafts_nothing(folder: Path) -> MeshError:

@@ -14,7 +14,7 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.attention import triton_attention
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -124,7 +124,7 @@ def test_adaptive_steps_come_back_to_drafts(algorithm, model):
 
         def choose(self, slots, *, is_alone):
             self.left -= 1
-            return 0 if self.left > 0 else 4
+            return None if self.left > 0 else RowLengths.even(len(slots), 4)
 
     runner = _runner(algorithm, model, 4, Switched(SETTINGS.num_slots, 4))
     driver = _recite(runner, model, Sampling(temperature=0.0), lag=2)

@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.cuda.load import DeviceSettings
 from radixmesh.daemons.worker.kv_pool import kv_slots
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.draft_tree import DraftTree
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow
 
@@ -281,7 +281,7 @@ def test_tokens_that_lapsed_are_computed_ahead_of_the_step_that_drafts_again(alg
 
         def choose(self, slots, *, is_alone):
             self.left -= 1
-            return 0 if self.left > 0 else 2
+            return None if self.left > 0 else RowLengths.even(len(slots), 2)
 
     runner = _device_runner(algorithm, model, 4, 2, topk)
     drafter = runner.network_drafter  # type: ignore[attr-defined]

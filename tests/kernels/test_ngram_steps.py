@@ -16,9 +16,10 @@ from support.replaying_device import ReplayingDevice
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.drafter import NoDrafts
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+from radixmesh.daemons.worker.speculation.step_costs import Size
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
@@ -56,7 +57,9 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     """Every third step drafts nothing, as where drafts do not pay for a while."""
     turn = itertools.count()
     monkeypatch.setattr(
-        DraftLengths, "choose", lambda lengths, slots, is_alone: 0 if next(turn) % 3 == 2 else max_drafts
+        DraftLengths,
+        "choose",
+        lambda lengths, slots, is_alone: None if next(turn) % 3 == 2 else RowLengths.even(len(slots), max_drafts),
     )
     num_out = 7 if len(options) == len(REPEATING) else 20
     steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
@@ -68,6 +71,44 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     assert 1 < np.concatenate([result.counts for result in got.results]).max() <= max_drafts + 1
     accepted = sum(int(result.accepted.sum()) for result in got.results)
     assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch, is_captured):
+    """Their positions lie one row's behind the other's, with padding where steps are captured; outputs stay."""
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    max_drafts, rng, chosen = 3, np.random.default_rng(0), []
+
+    def choose(lengths, slots, is_alone):
+        by_row = rng.integers(0, max_drafts + 1, len(slots)).astype(np.int32)
+        chosen.append((slots, by_row))
+        return RowLengths(by_row, Size(1, int(by_row.sum()))) if by_row.any() else None
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    steps = {"chunk_len": 64, "num_steps": 9, "num_out": 9, "options": [*REPEATING, *OPTIONS[:2]]}
+    want = drive_long(_cpu_runner(4), lag=0, **steps)
+    settings = replace(TINY_SETTINGS, page_size=4, num_pages=512)
+    if is_captured:
+        runner = load_device_runner(MODEL, replace(settings, cuda_graphs=True), ReplayingDevice())
+        runner.warm_up(has_decodes=False)
+    else:
+        runner = _device_runner(4)
+    lengths = DraftLengths(TINY_SETTINGS.num_slots, max_drafts)
+    runner.verify(NgramDrafter(), max_drafts=max_drafts, lengths=lengths)  # type: ignore[attr-defined]
+    told = []
+    observe = lengths.observe
+    lengths.observe = lambda slots, counts, chosen, times, drafted: (
+        told.append((chosen, counts, drafted)) or observe(slots, counts, chosen, times, drafted)
+    )
+    got = drive_long(runner, lag=2, **steps)
+    check_same_outputs(got, want, num_out=9, atol=logprob_tolerance(MODEL))
+    drafting = [(of.by_row, counts, drafted) for of, counts, drafted in told if of is not None]
+    for by_row, counts, drafted in drafting:
+        # The device proposes all that it may, or nothing; a row without room yields nothing.
+        assert (drafted <= by_row).all() and (counts <= drafted + 1).all()
+    assert any(len({*drafted[drafted > 0].tolist()}) > 1 for _, _, drafted in drafting)
+    assert any((counts > 2).any() for _, counts, _ in drafting)
 
 
 def test_a_worker_that_drafts_captures_no_decodes_but_those_that_verify():

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1",
@@ -98,8 +98,8 @@ def test_a_step_of_rows_without_filters_is_one_launch(monkeypatch: pytest.Monkey
     """With drafts and without, greedy or not: launches from Python take as long as several kernels of a small model."""
     noted = _Noted()
     runner = _runner(1, 2, noted)
-    chosen = itertools.cycle([0, 0, 4])
-    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, slots, is_alone: next(chosen))
+    chosen = itertools.cycle([lambda _: None, lambda _: None, lambda num_rows: RowLengths.even(num_rows, 4)])
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, slots, is_alone: next(chosen)(len(slots)))
     driver = PlanDriver(runner, lag=1, num_slots=2)
     for slot, sampling in enumerate((Sampling(temperature=0.0), Sampling(temperature=1.0, seed=3))):
         driver.add(slot, PROMPTS[2], sampling, chunk_len=64, num_out=60, min_tokens=0, suppressed=())

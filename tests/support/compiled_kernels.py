@@ -358,6 +358,13 @@ def _draft_launches(num_drafts: int) -> None:
     ring = torch.zeros(2, rows * (num_drafts + 3)).int()
     for waits in (None, ints):
         accept_drafts(drafted.tokens, ints, drafted, state, ring, ints[:1], waits_B=waits)
+    # Rows with positions of their own number.
+    size, most = 2 * rows, num_drafts + 1
+    ragged = drafted.of(rows, size)
+    expand_drafts(inputs._replace(firsts=ints), state, ragged, most)
+    for taken in (None, ragged.tokens):
+        to = ragged.tokens, ints, ragged, state, ring, ints[:1]
+        accept_drafts(*to, taken, waits_B=ints, firsts_B=ints, num_positions=most)
 
 
 def _follow_launches(num_drafts: int, inputs, state) -> None:

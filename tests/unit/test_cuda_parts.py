@@ -432,6 +432,8 @@ def test_gemms_are_tuned_for_the_rows_of_steps_that_verify_drafts():
     """They were tuned for plain steps alone: with 4 drafts no step found a kernel of its own."""
     assert tuned_rows((1, 2, 4, 8), 0) == (1, 2, 4, 8)
     assert tuned_rows((1, 2, 4, 8), 4) == (1, 2, 4, 5, 8, 10, 20, 40)
+    # Chains of a network may be of one and of two drafts.
+    assert tuned_rows((1, 2, 6, 8), 4, has_levels=True) == (1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 30, 40)
 
 
 class _Driver:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND
+from radixmesh.daemons.worker.speculation.step_costs import Size
 
 PLAIN_NS = 4_000_000
 K = 4
@@ -29,26 +30,37 @@ def _run(
     lag: int = 3,
     has_chunks: Callable[[int], bool] = lambda number: False,
 ) -> float:
-    """Time for so many tokens a row, over that without drafts. Each draft is right with the probability `acceptance`
-    if those before it are. has_chunks: of a step, by its number: its time is not told."""
+    """Time for so many tokens a row, over that without drafts. cost: of a step in which all rows have K drafts, and in
+    proportion with fewer. Each draft is right with the probability `acceptance` if those before it are. has_chunks: of
+    a step, by its number: its time is not told."""
     rng = np.random.default_rng(num_rows)
     slots = np.arange(num_rows, dtype=np.int32)
-    flying: deque[tuple[np.ndarray, int, tuple[int, int] | None, np.ndarray]] = deque()
+    flying: deque[tuple[np.ndarray, RowLengths | None, tuple[int, int] | None, np.ndarray]] = deque()
     began_ns = total_ns = next(_BEGINS)
     yielded = 0
     numbers = itertools.count()
     while yielded < num_tokens * num_rows:
         is_alone = not has_chunks(next(numbers))
-        most = lengths.choose(slots, is_alone=is_alone)
-        is_right = rng.random((num_rows, K)) < acceptance
-        counts = (1 + np.cumprod(is_right, axis=1).sum(axis=1) * (most > 0)).astype(np.int32)
-        duration = int(PLAIN_NS * (cost if most else 1.0) * rng.uniform(0.98, 1.02))
+        chosen = lengths.choose(slots, is_alone=is_alone)
+        drafted = _drafts(chosen, num_rows)
+        is_right = (rng.random((num_rows, K)) < acceptance) & (np.arange(K) < drafted[:, None])
+        counts = (1 + np.cumprod(is_right, axis=1).sum(axis=1)).astype(np.int32)
+        duration = int(PLAIN_NS * _cost(cost, drafted.mean()) * rng.uniform(0.98, 1.02))
         times = (total_ns, total_ns + duration) if is_alone else None
-        flying.append((counts, most, times, np.full(num_rows, most, np.int32)))
+        flying.append((counts, chosen, times, drafted))
         total_ns, yielded = total_ns + duration, yielded + int(counts.sum())
         if len(flying) > lag:
             lengths.observe(slots, *flying.popleft())
     return (total_ns - began_ns) / (yielded / num_rows * PLAIN_NS)
+
+
+def _drafts(chosen: RowLengths | None, num_rows: int) -> np.ndarray:
+    return np.zeros(num_rows, np.int32) if chosen is None else chosen.by_row
+
+
+def _cost(of_all: float, num_drafts: float) -> float:
+    """Of a step with so many drafts a row, in plain steps."""
+    return 1 + (of_all - 1) * num_drafts / K
 
 
 class _Network:
@@ -59,7 +71,7 @@ class _Network:
         self._slots, self._cost, self._per_token = np.arange(num_rows, dtype=np.int32), cost, per_token
         self._behind = np.zeros(num_rows, np.int64)
         self._random = np.random.default_rng(num_rows)
-        self._flying: deque[tuple[np.ndarray, np.ndarray, int, tuple[int, int]]] = deque()
+        self._flying: deque[tuple[np.ndarray, np.ndarray, RowLengths | None, tuple[int, int]]] = deque()
         self._lag = lag
 
     def admitted(self) -> None:
@@ -72,23 +84,23 @@ class _Network:
         began_ns = total_ns = next(_BEGINS)
         yielded, num_rows = 0, len(self._slots)
         while yielded < num_tokens * num_rows:
-            most = lengths.choose(self._slots, is_alone=True)
+            chosen = lengths.choose(self._slots, is_alone=True)
             counts, drafted, scale = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32), 1.0
-            if most:
+            if chosen is not None:
                 computed = np.minimum(self._behind, MOST_BEHIND)
                 self._behind -= computed
-                drafted = np.where(self._behind == 0, K, 0).astype(np.int32)
-                is_right = self._random.random((num_rows, K)) < acceptance
-                counts += (np.cumprod(is_right, axis=1).sum(axis=1) * (drafted > 0)).astype(np.int32)
-                scale = self._cost + self._per_token * float(computed.mean())
+                drafted = np.where(self._behind == 0, chosen.by_row, 0).astype(np.int32)
+                is_right = (self._random.random((num_rows, K)) < acceptance) & (np.arange(K) < drafted[:, None])
+                counts += np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+                scale = _cost(self._cost, chosen.by_row.mean()) + self._per_token * float(computed.mean())
             # Tokens that a row with drafts yields are computed with its next drafts.
             self._behind = np.where(drafted > 0, 0, self._behind + counts)
             duration = int(PLAIN_NS * scale * self._random.uniform(0.98, 1.02))
-            self._flying.append((counts, drafted, most, (total_ns, total_ns + duration)))
+            self._flying.append((counts, drafted, chosen, (total_ns, total_ns + duration)))
             total_ns, yielded = total_ns + duration, yielded + int(counts.sum())
             if len(self._flying) > self._lag:
-                counts, drafted, most, times = self._flying.popleft()
-                lengths.observe(self._slots, counts, most, times, drafted)
+                counts, drafted, chosen, times = self._flying.popleft()
+                lengths.observe(self._slots, counts, chosen, times, drafted)
         return (total_ns - began_ns) / (yielded / num_rows * PLAIN_NS)
 
 
@@ -184,12 +196,13 @@ def test_a_new_request_begins_with_what_drafts_yielded_of_late() -> None:
         _run(lengths, 8, 1.4, acceptance, 600)
         if is_drafted:  # A single step tells little.
             drafted = np.full(8, K, np.int32)
-            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), K, None, drafted)
+            all_of_them = RowLengths(drafted, Size(K, 8 * K))
+            lengths.observe(np.arange(8, dtype=np.int32), np.ones(8, np.int32), all_of_them, None, drafted)
         fresh = np.arange(8, 16, dtype=np.int32)
         for slot in fresh:
             lengths.admitted(int(slot))
         chosen = [lengths.choose(fresh, is_alone=False) for _ in range(8)]
-        assert chosen == [K * is_drafted] * 8, acceptance
+        assert [_drafts(of, 8).tolist() for of in chosen] == [[K * is_drafted] * 8] * 8, acceptance
 
 
 _OF_A_SMALL_MODEL = 2.17
@@ -215,23 +228,25 @@ def _serve(
     taken_ns = yielded = 0
     for _ in range(num_requests):
         lengths.admitted(0, is_sampled=is_sampled)
-        flying: deque[tuple[np.ndarray, int, tuple[int, int], np.ndarray]] = deque()
+        flying: deque[tuple[np.ndarray, RowLengths | None, tuple[int, int], np.ndarray]] = deque()
         behind, left = 0, 256
         # The worker waited for the request.
         now += 50 * PLAIN_NS
         while left > 0:
-            most = lengths.choose(slots, is_alone=True)
+            chosen = lengths.choose(slots, is_alone=True)
             count, drafted, scale = 1, 0, 1.0
-            if most:
-                scale = cost + (3.5 if behind > K + 1 else 0.0)
+            if chosen is not None:
+                scale = _cost(cost, chosen.by_row[0]) + (3.5 if behind > K + 1 else 0.0)
                 behind = max(0, behind - MOST_BEHIND)
-                drafted = K if behind == 0 else 0
-                count += sum(rng.random() < part for part in by_position) if drafted else 0
+                drafted = int(chosen.by_row[0]) if behind == 0 else 0
+                # With those before it.
+                noise = rng.random()
+                count += sum(noise < part for part in by_position[:drafted])
             behind = 0 if drafted else behind + count
             duration = int(PLAIN_NS * scale * rng.uniform(0.95, 1.05))
             is_held_up = rng.random() < 1 / 400
             told = duration + (500 * PLAIN_NS if is_held_up else 0)
-            flying.append((np.array([count], np.int32), most, (now, now + told), np.array([drafted], np.int32)))
+            flying.append((np.array([count], np.int32), chosen, (now, now + told), np.array([drafted], np.int32)))
             now, taken_ns = now + told, taken_ns + duration
             left, yielded = left - count, yielded + count
             if len(flying) > 2:
@@ -251,8 +266,9 @@ def test_requests_one_after_the_other_are_nearly_as_fast_as_the_better_way(
     lengths = _of_network(8)
     sizes = {"is_sampled": by_position is _SAMPLED, "seed": seed}
     assert _serve(lengths, by_position, cost, num_requests=12, **sizes) > 0.98
-    better = max(1.0, (1 + sum(by_position)) / cost)
-    assert _serve(lengths, by_position, cost, num_requests=30, **sizes) > 0.98 * better
+    # Fixed lengths, of no step or of all of them.
+    better, best = (max((1 + sum(by_position[:n])) / _cost(cost, n) for n in fixed) for fixed in ((0, K), range(K + 1)))
+    assert _serve(lengths, by_position, cost, num_requests=30, **sizes) > max(0.98 * better, 0.96 * best)
 
 
 def test_the_time_of_a_step_is_that_since_the_end_of_the_one_before() -> None:
@@ -260,27 +276,29 @@ def test_the_time_of_a_step_is_that_since_the_end_of_the_one_before() -> None:
     lengths, slots = DraftLengths(4, K), np.zeros(1, np.int32)
     rng, now, yielded = np.random.default_rng(0), 0, 0
     while yielded < 4000:
-        most = lengths.choose(slots, is_alone=True)
-        count = 1 + (sum(rng.random() < part for part in _SAMPLED) if most else 0)
+        chosen = lengths.choose(slots, is_alone=True)
+        drafted, noise = _drafts(chosen, 1), rng.random()
+        count = 1 + sum(noise < part for part in _SAMPLED[: drafted[0]])
         # The device runs at the end of the time that a step takes the host.
-        now, on_device = now + (900 if most else 400), 250 if most else 200
-        lengths.observe(slots, np.array([count], np.int32), most, (now - on_device, now), np.array([most], np.int32))
+        now, on_device = now + (900 if drafted[0] else 400), 250 if drafted[0] else 200
+        lengths.observe(slots, np.array([count], np.int32), chosen, (now - on_device, now), drafted)
         yielded += count
     assert yielded * 400 / now > 0.98
 
 
 def test_a_step_that_waited_for_a_compiler_ends_no_drafting() -> None:
     lengths, slots = DraftLengths(4, K), np.zeros(1, np.int32)
-    chosen: list[int] = []
+    num_drafts: list[int] = []
     now = 0
     for number in range(400):
-        chosen.append(lengths.choose(slots, is_alone=True))
-        most = chosen[-1]
-        took = PLAIN_NS * (1.2 if most else 1.0) + (10**9 if number in (20, 120) else 0)
-        counts, drafted = np.array([4 if most else 1], np.int32), np.array([most], np.int32)
-        lengths.observe(slots, counts, most, (now, now + int(took)), drafted)
+        chosen = lengths.choose(slots, is_alone=True)
+        drafted = _drafts(chosen, 1)
+        num_drafts.append(int(drafted[0]))
+        took = PLAIN_NS * _cost(1.2, num_drafts[-1]) + (10**9 if number in (20, 120) else 0)
+        counts = np.minimum(drafted + 1, 4).astype(np.int32)
+        lengths.observe(slots, counts, chosen, (now, now + int(took)), drafted)
         now += int(took)
-    assert sum(most > 0 for most in chosen[10:]) > 370
+    assert sum(most > 0 for most in num_drafts[10:]) > 370
 
 
 def test_greedy_and_sampled_requests_have_usual_yields_of_their_own() -> None:
@@ -288,6 +306,190 @@ def test_greedy_and_sampled_requests_have_usual_yields_of_their_own() -> None:
     for seed in range(6):
         _serve(lengths, _GREEDY, _OF_A_SMALL_MODEL, num_requests=4, is_sampled=False, seed=seed)
         _serve(lengths, _SAMPLED, _OF_A_SMALL_MODEL, num_requests=4, is_sampled=True, seed=seed)
+    chosen = []
     for is_sampled in (False, True):
         lengths.admitted(0, is_sampled=is_sampled)
-        assert (lengths.choose(np.zeros(1, np.int32), is_alone=False) == 0) is is_sampled
+        chosen.append(int(_drafts(lengths.choose(np.zeros(1, np.int32), is_alone=False), 1)[0]))
+    assert chosen[0] > 1 >= chosen[1]
+
+
+def _of_positions(num_rows: int) -> Callable[[float], float]:
+    """Cost of a step with so many drafts a row, where a step takes as long as 180 positions and those that it has."""
+    return lambda num_drafts: (180 + num_rows * (1 + num_drafts)) / (180 + num_rows)
+
+
+class _Rows:
+    """Steps of rows whose drafts are right with probabilities of their own. cost: of a step with so many drafts a row,
+    in the mean. catch_up: of a network that catches up with a token of a row."""
+
+    def __init__(
+        self,
+        lengths: DraftLengths,
+        num_rows: int,
+        cost: Callable[[float], float],
+        *,
+        lag: int = 2,
+        catch_up: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._lengths, self._cost, self._lag, self._catch_up = lengths, cost, lag, catch_up
+        self._rng = np.random.default_rng(seed)
+        self._slots = np.arange(num_rows, dtype=np.int32)
+        self._behind = np.zeros(num_rows, np.int64)
+        self._flying: deque[tuple[np.ndarray, RowLengths | None, tuple[int, int], np.ndarray]] = deque()
+        self._now = next(_BEGINS)
+        self.plain_steps = self.taken = 0.0
+        """Tokens of a row, in the mean, which take as many plain steps; and the time that they took, in plain steps."""
+
+    def admitted(self, slot: int) -> None:
+        self._lengths.admitted(slot)
+        self._behind[slot] = 0
+
+    def step(self, acceptance: np.ndarray) -> np.ndarray:
+        """The most drafts of each row."""
+        num_rows = len(self._slots)
+        chosen = self._lengths.choose(self._slots, is_alone=True)
+        most = drafted = _drafts(chosen, num_rows)
+        cost = self._cost(most.mean()) if chosen is not None else 1.0
+        if self._catch_up and chosen is not None:
+            computed = np.minimum(self._behind, MOST_BEHIND)
+            self._behind -= computed
+            cost += self._catch_up * float(computed.mean())
+            drafted = np.where(self._behind == 0, most, 0).astype(np.int32)
+        is_right = (self._rng.random((num_rows, K)) < acceptance[:, None]) & (np.arange(K) < drafted[:, None])
+        counts = (1 + np.cumprod(is_right, axis=1).sum(axis=1)).astype(np.int32)
+        self._behind = np.where(drafted > 0, 0, self._behind + counts)
+        took = cost * self._rng.uniform(0.97, 1.03)
+        end = self._now + int(took * PLAIN_NS)
+        self._flying.append((counts, chosen, (self._now, end), drafted))
+        self._now, self.taken, self.plain_steps = end, self.taken + took, self.plain_steps + float(counts.mean())
+        if len(self._flying) > self._lag:
+            self._lengths.observe(self._slots, *self._flying.popleft())
+        return most
+
+
+@pytest.mark.parametrize("num_rows", [2, 8, 32, 64])
+def test_rows_whose_drafts_are_right_get_them_and_others_do_not(num_rows: int) -> None:
+    acceptance = np.where(np.arange(num_rows) % 2 == 0, 0.9, 0.1)
+    speeds, drafts = [], np.zeros(0)
+    for is_whole in (True, False):
+        rows = _Rows(DraftLengths(64, K, is_whole=is_whole), num_rows, _of_positions(num_rows))
+        for _ in range(100):
+            rows.step(acceptance)
+        before = rows.plain_steps, rows.taken
+        drafts = np.mean([rows.step(acceptance) for _ in range(400)], axis=0)
+        speeds.append((rows.plain_steps - before[0]) / (rows.taken - before[1]))
+    all_or_nothing, by_row = speeds
+    assert by_row > all_or_nothing * {2: 0.97, 8: 1.0, 32: 1.1, 64: 1.2}[num_rows]
+    assert drafts[::2].min() > 3
+    if num_rows >= 32:
+        assert drafts[1::2].max() < 1.5 and drafts[1::2].mean() < 0.6
+
+
+def test_a_row_whose_text_begins_to_repeat_itself_is_found_among_others() -> None:
+    rows, acceptance = _Rows(DraftLengths(64, K), 32, _of_positions(32)), np.full(32, 0.05)
+    acceptance[:8] = 0.9
+    for _ in range(200):
+        rows.step(acceptance)
+    assert rows.step(acceptance)[8:].mean() < 1
+    acceptance[8] = 0.95
+    drafts = [rows.step(acceptance)[8] for _ in range(600)]
+    assert np.mean(drafts[-100:]) > 3
+
+
+def test_a_network_drafts_for_all_rows_or_for_none() -> None:
+    """A row that it does not compute it would have to catch up with."""
+    rows, acceptance = _Rows(_of_network(64), 32, _of_positions(32)), np.where(np.arange(32) % 2 == 0, 0.9, 0.1)
+    drafts = [rows.step(acceptance) for _ in range(300)]
+    assert {bool(of.min() > 0) for of in drafts} == {bool(of.max() > 0) for of in drafts} == {True, False}
+    assert all((of > 0).all() or not of.any() for of in drafts)
+    assert drafts[-1][::2].mean() > drafts[-1][1::2].mean() + 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("is_network", [False, True])
+def test_drafts_never_lose_more_than_their_credit(seed: int, *, is_network: bool) -> None:
+    """Whatever acceptance, which changes, and whatever cost there is: a hundredth of the time, what may be owed, and
+    the steps in flight."""
+    rng = np.random.default_rng(seed)
+    num_rows = int(rng.choice([1, 2, 5, 16, 48]))
+    places = np.concatenate([[0], np.sort(rng.random(5)) * K, [K]])
+    rises = rng.random(6) ** float(rng.choice([0.3, 1, 4]))
+    costs = (
+        1 + rng.uniform(0, 4) * np.concatenate([[0], np.cumsum(rises) / rises.sum()]) + 2 * max(0, rng.random() - 0.5)
+    )
+    lengths = _of_network(64) if is_network else DraftLengths(64, K)
+    catch_up = float(rng.uniform(0, 0.05)) if is_network else 0.0
+    rows = _Rows(
+        lengths,
+        num_rows,
+        lambda num_drafts: float(np.interp(num_drafts, places, costs)),
+        lag=int(rng.integers(4)),
+        catch_up=catch_up,
+        seed=seed,
+    )
+    acceptance = np.zeros(num_rows)
+    for _ in range(1500):
+        if rng.random() < 1 / 200:
+            acceptance = rng.beta(0.5, 0.5, num_rows) * (rng.random(num_rows) < rng.random())
+        if rng.random() < 1 / 300:
+            rows.admitted(int(rng.integers(num_rows)))
+        rows.step(acceptance)
+        assert rows.taken <= 1.01 * rows.plain_steps + 25
+
+
+def _speed_of_requests(lengths: DraftLengths | int, per_draft: float, *, num_requests: int, seed: int) -> np.ndarray:
+    """Of requests for 256 tokens one after the other, over that without drafts. Acceptance differs by request and by
+    stretch of text; a network's drafts take per_draft of a plain step each, and catching up as long as 3.5. One step of
+    a hundred is held up. lengths: or as many drafts in each step."""
+    texts, rng, speeds, now = np.random.default_rng(7), np.random.default_rng(seed), [], next(_BEGINS)
+    slots = np.zeros(1, np.int32)
+    for _ in range(num_requests):
+        own = 0.35 + 0.63 * texts.beta(1.6, 1.2)
+        is_easy = np.repeat(texts.random(64) < 0.5, 25)
+        acceptance = np.clip(own + np.where(is_easy, 0.25, -0.25) * (1 - abs(2 * own - 1)), 0.02, 0.99)
+        is_right = texts.random(len(acceptance)) < acceptance
+        if not isinstance(lengths, int):
+            lengths.admitted(0)
+        at, behind, taken = 0, 0, 0.0
+        flying: deque[tuple[np.ndarray, RowLengths | None, tuple[int, int], np.ndarray]] = deque()
+        while at < 256:
+            if isinstance(lengths, int):
+                chosen = RowLengths.even(1, lengths) if lengths else None
+            else:
+                chosen = lengths.choose(slots, is_alone=True)
+            drafted = _drafts(chosen, 1)
+            cost = 1 + per_draft * drafted[0] + (3.5 if chosen is not None and behind > K + 1 else 0.0)
+            count = 1
+            while count <= drafted[0] and is_right[at + count]:
+                count += 1
+            behind = 0 if chosen is not None else behind + 1
+            took = cost * rng.lognormal(0, 0.04) + (rng.exponential(3) if rng.random() < 0.01 else 0.0)
+            end = now + int(took * PLAIN_NS)
+            flying.append((np.array([count], np.int32), chosen, (now, end), drafted))
+            now, at, taken = end, at + count, taken + took
+            if len(flying) > 2 and not isinstance(lengths, int):
+                lengths.observe(slots, *flying.popleft())
+        speeds.append(at / taken)
+    return np.array(speeds)
+
+
+@pytest.mark.parametrize("per_draft", [0.02, 0.27, 0.6])
+def test_each_of_requests_that_differ_is_about_as_fast_as_by_the_better_of_both_ways(per_draft: float) -> None:
+    """0.27: measured on an H200 for a Llama of 150 million parameters. Where steps drafted all or nothing, it was 1.06
+    times as fast as without drafts, by fixed chains 1.28 times."""
+    sizes = {"num_requests": 40, "seed": 3}
+    lengths = _of_network(4)
+    _speed_of_requests(lengths, per_draft, num_requests=8, seed=1)
+    adaptive = _speed_of_requests(lengths, per_draft, **sizes)
+    plain, chains = (_speed_of_requests(fixed, per_draft, **sizes) for fixed in (0, K))
+    over_better = adaptive / np.maximum(plain, chains)
+    # Noise alone makes a tenth of difference in a request.
+    assert over_better.mean() > 0.97 and over_better.min() > 0.7
+
+    def whole(speeds: np.ndarray) -> float:
+        return 1 / float(np.mean(1 / speeds))
+
+    assert whole(adaptive) > 0.98 * max(whole(plain), whole(chains))
+    if per_draft == 0.27:
+        assert whole(adaptive) > 1.05 * whole(chains)

@@ -24,7 +24,7 @@ from radixmesh.daemons.worker.cpu.load_drafter import load_model_drafter
 from radixmesh.daemons.worker.cpu.model_drafter import ModelDrafter
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import Segment
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.drafter import MOST_BEHIND, DraftRow
 from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 
@@ -40,7 +40,7 @@ class _Switched(DraftLengths):
 
     def choose(self, slots, *, is_alone):
         self._left -= 1
-        return self._most if self._left < 0 else 0
+        return RowLengths.even(len(slots), self._most) if self._left < 0 else None
 
 
 class _Noted:

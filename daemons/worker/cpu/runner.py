@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatc
 from radixmesh.daemons.worker.ranks.group import Group, LocalGroup
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, trees_of
 from radixmesh.daemons.worker.tiles import RowTiles
 
@@ -87,7 +88,7 @@ class CpuRunner(ModelRunner):
         self._num_threads = num_threads
         self.drafter: Drafter | None = None
         self._lengths: DraftLengths | None = None
-        self._most_drafts = 0
+        self._chosen: RowLengths | None = None
         self.takes_grammars = True
         if self._group.size > 1:
             # All ranks compute the same rows: none may leave one out alone.
@@ -97,8 +98,8 @@ class CpuRunner(ModelRunner):
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
         yield the proposals that sampling confirms and the token after them: the tokens of a runner without proposals.
 
-        To be called before an executor is made of the runner. lengths: says which steps draft; None: all do. What a
-        grammar forces is drafted in any case.
+        To be called before an executor is made of the runner. lengths: says how many each row drafts; None: as many as
+        there may be. What a grammar forces is drafted in any case.
         """
         self.drafter, self._lengths = drafter, lengths
         self.max_tokens_per_row = 1 + max_drafts
@@ -142,7 +143,7 @@ class CpuRunner(ModelRunner):
             counts, drafted = np.array([(len(got.tokens), got.num_drafts) for _, got in decodes], np.int32).T
             times = (output.start_ns, output.end_ns) if len(decodes) == len(segments) else None
             slots = _slots([segment for segment, _ in decodes])
-            lengths.observe(slots, counts, self._most_drafts, times, drafted)
+            lengths.observe(slots, counts, lengths.as_drafted(self._chosen, drafted), times, drafted)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -266,13 +267,19 @@ class CpuRunner(ModelRunner):
         """Decodes with the tokens that are proposed to follow their last one, and all other segments."""
         rows: dict[int, DraftRow] = {}
         decodes = [segment for segment in segments if segment.max_tokens is not None]
-        self._most_drafts = self.max_tokens_per_row - 1
+        most_of_rows = itertools.repeat(self.max_tokens_per_row - 1)
         if self._lengths is not None and decodes:
-            self._most_drafts = self._lengths.choose(_slots(decodes), is_alone=len(decodes) == len(segments))
+            self._chosen = self._lengths.choose(_slots(decodes), is_alone=len(decodes) == len(segments))
+            most_of_rows = itertools.repeat(0) if self._chosen is None else iter(self._chosen.by_row.tolist())
         for index, segment in enumerate(segments):
-            if segment.max_tokens is not None and segment.sample is not None:
-                most = min(segment.max_tokens, self.max_tokens_per_row) - 1
-                if most > 0 and (self._most_drafts or segment.sample.guide is not None):
+            if segment.max_tokens is None:
+                continue
+            chosen = next(most_of_rows)
+            if segment.sample is not None:
+                # What a grammar forces is drafted in any case.
+                most = self.max_tokens_per_row - 1 if segment.sample.guide is not None else chosen
+                most = min(segment.max_tokens - 1, most)
+                if most > 0:
                     rows[index] = DraftRow(sample=segment.sample, most=most, slot=segment.slot, pages=segment.pages)
         drafted = list(segments)
         for index, tree in zip(rows, trees_of(drafter, list(rows.values()), self.vocab_size), strict=True):

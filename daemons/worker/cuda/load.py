@@ -253,7 +253,8 @@ def load_on_device(
     )
 
     def with_kernels(settings: DeviceSettings, graph_rows: tuple[int, ...]) -> ModelOnDevice:
-        sizes = tuned_rows(graph_rows, settings.max_drafts, limits.two_batch_min_rows)
+        has_levels = network is not None and settings.speculation is not None and settings.speculation.tree is None
+        sizes = tuned_rows(graph_rows, settings.max_drafts, limits.two_batch_min_rows, has_levels=has_levels)
         return loaded(kernels=replace(create_kernels(settings, model, sizes, where), group=group, experts=experts))
 
     if compilers is not None and settings.kernels == "triton":

@@ -1,109 +1,106 @@
-"""Length of drafts, step by step: none where they do not pay, from what drafts yielded and what steps cost.
+"""Drafts of each row, step by step: as many as make the most tokens a second, from what drafts yielded and steps cost.
 
-    yield     tokens of a row in a step that drafts, a mean by slot              a row that begins has the usual one
-    cost      time of a step that drafts over one that does not, by number of rows
-    credit    time that drafts may still lose: a hundredth of all time, and what they gained before
+    acceptance   of each row's n-th draft, and all before it             row_acceptance.py
+    cost         of steps, by the number of drafts of all their rows     step_costs.py
+    choice       of that number: where tokens over time are the most. The likeliest drafts of all rows are made
+    credit       time that drafts may still lose: an eightieth of all time, and some of what they gained before
 
-Steps draft while the mean yield of their rows is above the cost. Otherwise a trial of two steps begins as soon as there
-is credit for what it is expected to lose: often where drafts nearly pay, rarely where they are far from it. What drafts
-really gained or lost, in trials or not, goes to the credit; once that is used up, nothing is drafted until it has been
-earned again. So whatever yields and costs seem to be, drafts lose about a hundredth of the time at most.
+Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
+is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
+whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; once that is used up,
+nothing is drafted until it has been earned again. So whatever acceptance and costs seem to be, drafts lose about an
+eightieth of the time at most.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
 same, so that nothing was waited for but the engine. Where rows change with every step the device's time has to do.
-Costs are medians of the last few times: a step that waited for a compiler, or for the garbage collector, tells nothing.
 
 A network that drafts lacks the tokens of steps that did not. A trial of it goes on until it has caught up, and for a
 step or two more, which alone tell what drafts cost. What catching up costs is measured as well, and asked of the
-credit: where rows lack so much that a trial costs more than there can be, there is none until others come. Rows that a
-network has not caught up with say nothing of its drafts.
+credit: where rows lack so much that a trial costs more than there can be, there is none until others come. A network
+whose drafts just fail to pay goes on for as long as that costs less than it would to stop and catch up later. Rows that
+it has not caught up with say nothing of its drafts, and all rows of a step in which it drafts have one at least: it
+computes their tokens in any case.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.speculation.row_acceptance import Floats, RowAcceptance
+from radixmesh.daemons.worker.speculation.step_costs import LEAST_CAUGHT, Cost, Size, StepCosts
 
 _MARGIN = 1.02
-"""Yield over cost from which on drafts pay: below it a step that drafts gains less than a mistaken one loses."""
-_TRIAL_SHARE = 0.0125
-"""Of the time, what drafts may lose while they do not pay."""
+"""Yield over cost from which on drafts begin, or another number of them: below it a mistake costs more than it may
+gain."""
 _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
 _LEAST_APART = 8
 """Steps from one trial to the next, so that what it yielded is known: more than are in flight."""
 _LEAST_LOSS = 0.05
 """Of a step of a trial, in plain steps: a yield just below the cost may be wrong."""
-_MOST_GAINED, _MOST_EARNED, _MOST_DEBT = 10.0, 40.0, 40.0
-"""Of credit, in plain steps: from gains, from time that passes, and of what was lost beyond it."""
-_STOPPING_DEBT = 6.0
+_RESERVE = 4.0
+"""Of credit, in plain steps, that rows which begin may still use up: of a network it is they that need not catch up."""
 _PLAIN_EVERY = 128
-_NUM_TIMES = 8
-_LEAST_WEIGHT, _PRIOR_STEPS = 0.15, 3
-"""Of a row's last step in its yield; as many steps as what is usual counts for with a row that begins."""
-_USUAL_WEIGHT = 0.05
-_FIRST_ACCEPTANCE = 0.3
-_MOST_UNCLEAN = 2
-_FIRST_PER_TOKEN, _FIRST_CAUGHT = 0.003, 8
-"""Plain steps that catching up with a token takes as long as nobody has seen it, and tokens that this counts for."""
-_LEAST_CAUGHT = 8
-"""Tokens of a row with which a step has to catch up to tell what one costs."""
+_HORIZON = 32
+"""Steps in which what beginning to draft costs has to come in again."""
+_LAPSED, _MOST_PATIENCE = 32, 0.1
+"""Tokens of a row that a network will have to catch up with, as far as one knows, when it stops; plain steps that a
+step may lose for not having to."""
+_PLAN_DRAFTS, _PLAN_STEPS = 2, 32
+"""Results with drafts, and steps, for which a plan holds: to make one takes the host as long as ten kernels."""
+_FRACTIONS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16)
+"""Drafts of a row, in the mean, of the numbers of drafts that runners have which may have any."""
 
 
-class _Times:
-    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not."""
+class RowLengths(NamedTuple):
+    """A step's drafts. by_row: most drafts of each row, int32 [rows]. size: of what it costs."""
 
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=_NUM_TIMES)
-        self._is_rough = True
-        self.ns = 0.0
-        """Their median, of an even number the lower one; 0: there is none."""
+    by_row: IntArray
+    size: Size
 
-    def note(self, ns: float, *, is_rough: bool) -> None:
-        if is_rough != self._is_rough:
-            if is_rough:
-                return
-            self._is_rough = False
-            self._times.clear()
-        self._times.append(ns)
-        self.ns = sorted(self._times)[(len(self._times) - 1) // 2]
+    @classmethod
+    def even(cls, num_rows: int, num_drafts: int) -> RowLengths:
+        """As many for each row, at least one."""
+        return cls(np.full(num_rows, num_drafts, np.int32), Size(1 + num_drafts, num_rows * num_drafts))
 
 
-@dataclass(slots=True)
-class _Costs:
-    """Of steps of about so many rows. caught_ns, num_caught: what catching up took, and with how many tokens of each
-    row, sums of late. num_unclean: drafting steps that caught up, before any that did not was measured. to_trial: steps
-    until another trial may begin."""
+class _Plan(NamedTuple):
+    """For steps of these rows. yields: tokens of a row, in the mean, with each of `sizes`; best: of these the number
+    with the most tokens a second. order: positions of all rows, row after row, the likeliest first."""
 
-    plain: _Times = field(default_factory=_Times)
-    drafting: _Times = field(default_factory=_Times)
-    since_plain: int = 0
-    to_trial: int = 0
-    caught_ns: float = 0.0
-    num_caught: float = 0.0
-    num_unclean: int = 0
-    credit_ns: float = 0.0
-    is_stopped: bool = False
+    slots: IntArray
+    sizes: Sequence[Size]
+    yields: list[float]
+    costs: list[Cost]
+    best: int
+    order: IntArray
+    lengths: dict[int, RowLengths]
+    made_at: tuple[int, int]
 
     @property
-    def per_token(self) -> float:
-        """Of catching up with a token of each row, in plain steps."""
-        caught = self.caught_ns / self.plain.ns + _FIRST_CAUGHT * _FIRST_PER_TOKEN
-        return caught / (self.num_caught + _FIRST_CAUGHT)
+    def gain(self) -> float:
+        """Of a step of the best size, in tokens of a row."""
+        return self.yields[self.best] - self.costs[self.best].expected
+
+    @property
+    def speed(self) -> float:
+        """Of the best size, over that without drafts."""
+        return self.yields[self.best] / self.costs[self.best].expected
 
 
 class _Step(NamedTuple):
     """The step that was observed last, if it had no chunks."""
 
     slots: IntArray
-    has_drafts: bool
+    key: int
     end_ns: int
 
 
@@ -111,169 +108,270 @@ class DraftLengths:
     """Used by the step thread. choose() before each launch, observe() with each result, in the same order.
 
     catch_up: tokens of a row, of those that a network lacks, that a step which drafts computes at most; 0: what drafts
-    keeps nothing of tokens.
+    keeps nothing of tokens. is_whole: rows of a step have all drafts or none, as trees do.
     """
 
-    def __init__(self, num_slots: int, max_drafts: int, *, catch_up: int = 0) -> None:
-        self._max_drafts = max_drafts
-        self._catch_up = catch_up
-        # Greedy rows, and those that are sampled: drafts of these are right less often.
-        self._usual, self._num_usual = [1.0 + _FIRST_ACCEPTANCE * max_drafts] * 2, [0, 0]
-        self._is_sampled: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self._yields = np.full(num_slots, self._usual[0], np.float64)
-        self._num_steps = np.zeros(num_slots, np.int64)
-        self._costs: defaultdict[int, _Costs] = defaultdict(_Costs)
+    def __init__(self, num_slots: int, max_drafts: int, *, catch_up: int = 0, is_whole: bool = False) -> None:
+        self._max_drafts, self._catch_up = max_drafts, catch_up
+        self.is_whole = is_whole
+        self._acceptance = RowAcceptance(num_slots, max_drafts)
+        self._sizes: Callable[[int], Sequence[Size]] = self._any_sizes
+        self._is_even = is_whole
+        if is_whole:
+            self.use_sizes(lambda num_rows: (Size(max_drafts, num_rows * max_drafts),), is_even=True)
+        self._sizes_of: dict[int, Sequence[Size]] = {}
+        self._costs: defaultdict[int, StepCosts] = defaultdict(StepCosts)
         # By slot, tokens that the network lacks at most: behind the steps that were chosen, and behind those observed.
         self._lapsed, self._lapsed_then = np.zeros((2, num_slots), np.int64)
-        self._trial_left = self._plain_left = 0
+        self._trial_left = self._plain_left = self._trial_key = 0
         # Steps of trials that are in flight.
         self._unseen = 0
         self._before: _Step | None = None
+        self._plan: _Plan | None = None
+        # Steps that were chosen, and results with drafts.
+        self._num_chosen = self._num_told = 0
+
+    def use_sizes(self, sizes: Callable[[int], Sequence[Size]], *, is_even: bool) -> None:
+        """The numbers of drafts of a step, by its rows, ascending, none where steps of so many draft nothing; as long
+        as this is not called, any. is_even: all rows of a step have as many."""
+        self._sizes, self._is_even, self._sizes_of = sizes, is_even, {}
 
     def admitted(self, slot: int, *, is_sampled: bool = False) -> None:
         """Another request took the slot."""
         # The worker may have been idle before.
-        self._before = None
-        self._is_sampled[slot] = is_sampled
-        self._yields[slot] = self._usual[is_sampled]
-        self._num_steps[slot] = self._lapsed[slot] = self._lapsed_then[slot] = 0
+        self._before = self._plan = None
+        self._acceptance.admitted(slot, is_sampled=is_sampled)
+        self._lapsed[slot] = self._lapsed_then[slot] = 0
 
-    def choose(self, slots: IntArray, *, is_alone: bool) -> int:
-        """Most drafts of each row of a step of these slots: all, or none. is_alone: no chunks are in the step. With
+    def choose(self, slots: IntArray, *, is_alone: bool) -> RowLengths | None:
+        """Drafts of the rows of a step of these slots; None: they have none. is_alone: no chunks are in the step. With
         them its time does not tell what drafts cost, so nothing is tried in it."""
-        has_drafts = self._has_drafts(slots, is_alone)
-        self._pass(self._lapsed, slots, has_drafts)
-        return self._max_drafts if has_drafts else 0
+        self._num_chosen += 1
+        lengths = self._choose(slots, is_alone)
+        self._pass(self._lapsed, slots, lengths is not None)
+        return lengths
+
+    def as_drafted(self, lengths: RowLengths | None, drafted: IntArray) -> RowLengths | None:
+        """Of a runner whose steps cost what they compute, not what they have room for: what the rows really drafted,
+        int32 [rows]. A row without a proposal says nothing of proposals."""
+        # Steps of a network catch up, whatever they drafted.
+        if lengths is None or self._catch_up or self.is_whole:
+            return lengths
+        num_drafts = int(drafted.sum())
+        sizes = self._sizes_for(len(drafted))
+        size = next((size for size in sizes if size.num_drafts >= num_drafts), sizes[-1])
+        return RowLengths(np.minimum(lengths.by_row, drafted), size) if num_drafts else None
 
     def observe(
         self,
         slots: IntArray,
         counts: IntArray,
-        num_drafts: int,
+        lengths: RowLengths | None,
         times: tuple[int, int] | None,
         drafted: IntArray | None,
     ) -> None:
-        """A step was done: tokens of each decode, the most drafts that it was to have and those that it had, None: none
+        """A step was done: tokens of each decode, the drafts that they were to have and those that they had, None: none
         had any. times: its start and its end on the device, ns; None: chunks were in the step too."""
-        num_caught, has_drafts = 0.0, num_drafts > 0
+        num_caught, key = 0.0, 0 if lengths is None else lengths.size.key
         if self._catch_up:
-            num_caught = float(np.minimum(self._lapsed_then[slots], self._catch_up).mean()) if has_drafts else 0.0
-            self._pass(self._lapsed_then, slots, has_drafts)
+            num_caught = float(np.minimum(self._lapsed_then[slots], self._catch_up).mean()) if key else 0.0
+            self._pass(self._lapsed_then, slots, key > 0)
         costs, before = self._costs[_bucket(len(slots))], self._before
-        self._before = None if times is None else _Step(slots, has_drafts, times[1])
+        self._before = None if times is None else _Step(slots, key, times[1])
         if times is not None:
             is_next = before is not None and before.end_ns < times[1] and _are_same(before.slots, slots)
             start_ns = before.end_ns if before is not None and is_next else times[0]
-            was_same = before is not None and before.has_drafts == has_drafts
-            self._note(costs, times[1] - start_ns, has_drafts, num_caught, is_rough=not is_next, is_settled=was_same)
-            self._earn(costs, times[1] - start_ns, float(counts.mean()) if has_drafts else 0.0, num_caught)
-        if not has_drafts or drafted is None:
+            was_same = before is not None and before.key == key
+            costs.note(times[1] - start_ns, key, num_caught, is_rough=not is_next, is_settled=was_same)
+            costs.earn(times[1] - start_ns, key, float(counts.mean()) if key else 0.0, num_caught)
+            if key:
+                self._unseen = max(0, self._unseen - 1)
+        elif key and key in costs.drafting:
+            costs.earn(costs.drafting[key].ns, key, float(counts.mean()), num_caught)
+        self._acceptance.passed()
+        if lengths is None or drafted is None:
             return
         # Rows without room say nothing of drafts, nor do those that the network is behind with.
-        is_row = (counts > 0) & (drafted > 0) if self._catch_up else counts > 0
-        slots, counts = slots[is_row], counts[is_row]
-        self._num_steps[slots] += 1
-        weights = np.maximum(1.0 / (self._num_steps[slots] + _PRIOR_STEPS), _LEAST_WEIGHT)
-        self._yields[slots] += weights * (counts - self._yields[slots])
-        is_sampled = self._is_sampled[slots]
-        for kind, of_kind in enumerate((counts[~is_sampled], counts[is_sampled])):
-            if len(of_kind):
-                self._num_usual[kind] += 1
-                weight = max(1.0 / (self._num_usual[kind] + 1), _USUAL_WEIGHT)
-                self._usual[kind] += weight * (float(of_kind.mean()) - self._usual[kind])
+        is_row = (counts > 0) & (lengths.by_row > 0)
+        if self._catch_up:
+            is_row &= drafted > 0
+        self._num_told += 1
+        self._acceptance.observe(slots[is_row], counts[is_row], lengths.by_row[is_row])
 
-    def _has_drafts(self, slots: IntArray, is_alone: bool) -> bool:
+    def _choose(self, slots: IntArray, is_alone: bool) -> RowLengths | None:
         costs = self._costs[_bucket(len(slots))]
+        sizes = self._sizes_for(len(slots))
+        if not sizes:
+            return None
+        # One that turned out dear ends before its end.
+        self._trial_left *= not costs.is_stopped
         if is_alone and self._trial_left:
             self._trial_left -= 1
-            return True
+            return self._of_key(slots, costs, self._trial_key)
         if is_alone and self._plain_left:
             self._plain_left -= 1
-            return False
-        plain_ns, drafting_ns = costs.plain.ns, costs.drafting.ns
-        if not drafting_ns or not plain_ns:
+            return None
+        costs.to_trial -= bool(costs.plain.ns)
+        if not costs.plain.ns or costs.is_stopped:
+            costs.key = 0
+            return None
+        if not costs.drafting:
             # The first steps of a load are among the plain ones. A trial may end without telling what drafts cost.
-            costs.to_trial -= bool(plain_ns)
-            return bool(is_alone and plain_ns and costs.to_trial < 0 and self._try(slots, costs))
-        cost, expected = drafting_ns / plain_ns, float(self._yields[slots].sum()) / len(slots)
-        pays = expected >= cost * _MARGIN and not costs.is_stopped
-        if not is_alone:
-            return pays
-        if pays:
+            one_each = next((size for size in sizes if size.num_drafts >= len(slots)), sizes[-1])
+            return self._try(slots, costs, one_each.key) if is_alone and costs.to_trial < 0 else None
+        plan = self._plan_for(slots, costs)
+        if not self._pays(plan, costs):
+            costs.key = 0
+            return self._trial(plan, costs) if is_alone else None
+        costs.key = plan.sizes[plan.best].key
+        if is_alone:
             costs.since_plain += 1
-            if costs.since_plain >= _PLAIN_EVERY:
+            # The more drafts yield, the less it matters what exactly a plain step takes.
+            if costs.since_plain >= _PLAIN_EVERY * plan.speed**2:
                 costs.since_plain, self._plain_left = 0, _TRIAL_STEPS - 1
-                return False
-            return True
-        costs.to_trial -= 1
-        if costs.is_stopped:
-            return False
-        unseen = self._unseen if costs.to_trial >= 0 else 0
-        of_trial = (unseen + _TRIAL_STEPS) * max(cost - expected, _LEAST_LOSS)
-        is_unseen = bool(self._catch_up) and not costs.num_caught and costs.to_trial < 0
-        # Numbers by row take longer than all else here.
-        if costs.credit_ns < of_trial * plain_ns and not is_unseen:
-            return False
-        lapsed = self._lapsed[slots]
-        if is_unseen and lapsed.max() >= 2 * _LEAST_CAUGHT:
-            # The cost of catching up is better known before it is with much.
-            return self._try(slots, costs)
-        of_trial += (self._steps_behind(slots) - 1) * (cost - 1)
-        of_trial += costs.per_token * float(lapsed.mean())
-        if costs.credit_ns < of_trial * plain_ns:
-            return False
-        self._unseen = unseen + _TRIAL_STEPS
-        return self._try(slots, costs)
+                return None
+            other = self._untried(plan, costs)
+            if other is not None:
+                return self._try(slots, costs, other.key)
+        return self._share(plan, plan.best)
 
-    def _try(self, slots: IntArray, costs: _Costs) -> bool:
+    def _pays(self, plan: _Plan, costs: StepCosts) -> bool:
+        if costs.key:
+            patience = 0.0
+            if self._catch_up and plan.gain < 0 < costs.credit:
+                patience = min(costs.catching_up(_LAPSED, self._catch_up) / _HORIZON, _MOST_PATIENCE)
+            return plan.gain >= -patience
+        if plan.speed < costs.margin:
+            return False
+        return not self._catch_up or plan.gain * _HORIZON >= self._catching_up(plan.slots, costs)
+
+    def _trial(self, plan: _Plan, costs: StepCosts) -> RowLengths | None:
+        """The first step of a trial, of the number of drafts of which most is hoped; None: there is no credit."""
+        sizes, num_rows = plan.sizes, len(plan.slots)
+        # All rows draft in it, if there are that many: what the others would yield nobody would know.
+        first = next((index for index, size in enumerate(sizes) if size.num_drafts >= num_rows), len(sizes) - 1)
+        is_unseen = bool(self._catch_up) and not costs.has_caught_up and costs.to_trial < 0
+        # The cost of catching up is better known before it is with much: steps tell it whose own is known.
+        if is_unseen and 2 * LEAST_CAUGHT <= self._lapsed[plan.slots].max() <= 4 * LEAST_CAUGHT:
+            known = min(costs.drafting, key=lambda key: costs.drafting[key].ns)
+            return self._try(plan.slots, costs, known)
+        losses = [cost.expected - tokens for cost, tokens in zip(plan.costs, plan.yields, strict=True)]
+        hopes = [tokens / cost.least for cost, tokens in zip(plan.costs, plan.yields, strict=True)]
+        index = max(range(first, len(sizes)), key=hopes.__getitem__)
+        if hopes[index] < _MARGIN:
+            # Nothing would pay as things are. What drafts yield is told by the cheapest as well.
+            index = min(range(first, len(sizes)), key=losses.__getitem__)
+        cost = plan.costs[index].expected
+        unseen = self._unseen if costs.to_trial >= 0 else 0
+        loss = max(losses[index], _LEAST_LOSS)
+        of_trial = (unseen + _TRIAL_STEPS) * loss
+        # Numbers by row take longer than all else here.
+        reserve = _RESERVE if self._catch_up else 0.0
+        if not costs.allows(of_trial, reserve):
+            return None
+        if self._catch_up and self._lapsed[plan.slots].max() > LEAST_CAUGHT:
+            reserve = 0.0
+        of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1)
+        of_trial += self._catching_up(plan.slots, costs)
+        if not costs.allows(of_trial, reserve):
+            return None
+        self._unseen = unseen + _TRIAL_STEPS
+        return self._try(plan.slots, costs, sizes[index].key)
+
+    def _untried(self, plan: _Plan, costs: StepCosts) -> Size | None:
+        """Another number of drafts that may be better than the best that is known, as cheap as it may be, if there is
+        credit for it."""
+        if costs.to_trial >= 0:
+            return None
+        for size, tokens, cost in zip(plan.sizes, plan.yields, plan.costs, strict=True):
+            if cost.least < cost.expected and tokens >= cost.least * plan.speed * _MARGIN:
+                loss = max(cost.expected - tokens / plan.speed, _LEAST_LOSS)
+                if costs.allows(_TRIAL_STEPS * loss):
+                    return size
+        return None
+
+    def _try(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
         """Begins a trial with this step."""
         costs.to_trial = _LEAST_APART
+        self._trial_key = key
         self._trial_left = self._steps_behind(slots) + _TRIAL_STEPS - 2
-        return True
+        return self._of_key(slots, costs, key)
+
+    def _of_key(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
+        """A step of the size with this key, or of the largest if these rows have none with it."""
+        plan = self._plan_for(slots, costs)
+        index = next((index for index, size in enumerate(plan.sizes) if size.key == key), len(plan.sizes) - 1)
+        return self._share(plan, index)
+
+    def _plan_for(self, slots: IntArray, costs: StepCosts) -> _Plan:
+        plan = self._plan
+        if (
+            plan is None
+            or not _are_same(plan.slots, slots)
+            or self._num_told - plan.made_at[0] >= _PLAN_DRAFTS
+            or self._num_chosen - plan.made_at[1] >= _PLAN_STEPS
+        ):
+            self._plan = plan = self._new_plan(slots, costs)
+        return plan
+
+    def _new_plan(self, slots: IntArray, costs: StepCosts) -> _Plan:
+        sizes, num_rows = self._sizes_for(len(slots)), len(slots)
+        likely_RK = self._acceptance.by_position(slots)
+        order, tokens_N = self._ordered(likely_RK)
+        yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
+        of_sizes = costs.of_sizes(sizes)
+        best = max(range(len(sizes)), key=lambda index: yields[index] / of_sizes[index].expected)
+        # Steps of the same number one behind the other tell what they cost.
+        for index, size in enumerate(sizes):
+            is_near = yields[index] / of_sizes[index].expected * _MARGIN >= yields[best] / of_sizes[best].expected
+            if size.key == costs.key and is_near:
+                best = index
+        return _Plan(slots, sizes, yields, of_sizes, best, order, {}, (self._num_told, self._num_chosen))
+
+    def _ordered(self, likely_RK: Floats) -> tuple[IntArray, Floats]:
+        """Positions of all rows in the order in which they get drafts, and the tokens that those up to each yield."""
+        keys_RK = likely_RK
+        if self._is_even:
+            keys_RK = np.broadcast_to(-np.arange(likely_RK.shape[1], dtype=np.float64), likely_RK.shape)
+        elif self._catch_up:
+            keys_RK = likely_RK.copy()
+            keys_RK[:, 0] += 1.0
+        order = np.argsort(-keys_RK, axis=None, kind="stable").astype(np.int32)
+        return order, np.cumsum(likely_RK.ravel()[order])
+
+    def _share(self, plan: _Plan, index: int) -> RowLengths:
+        """Drafts of the rows of a step of that size: the likeliest ones."""
+        if index not in plan.lengths:
+            size, num_rows = plan.sizes[index], len(plan.slots)
+            rows = plan.order[: size.num_drafts] // self._max_drafts
+            plan.lengths[index] = RowLengths(np.bincount(rows, minlength=num_rows).astype(np.int32), size)
+        return plan.lengths[index]
+
+    def _catching_up(self, slots: IntArray, costs: StepCosts) -> float:
+        """Of all that these rows lack, in plain steps."""
+        return costs.catching_up(float(self._lapsed[slots].mean()), self._catch_up) if self._catch_up else 0.0
 
     def _steps_behind(self, slots: IntArray) -> int:
         """Steps of a trial up to and with the one in which the last of the rows drafts, at least 1."""
         return max(1, -(-int(self._lapsed[slots].max()) // self._catch_up)) if self._catch_up else 1
 
-    def _note(
-        self, costs: _Costs, ns: float, has_drafts: bool, num_caught: float, *, is_rough: bool, is_settled: bool
-    ) -> None:
-        """is_rough: by the device alone. is_settled: the step before did the same. num_caught: tokens of a row, on
-        average, with which a drafting step caught up."""
-        if not has_drafts:
-            if is_rough or is_settled:
-                costs.plain.note(ns, is_rough=is_rough)
-            return
-        is_clean = num_caught < 1
-        if num_caught >= _LEAST_CAUGHT and costs.drafting.ns:
-            costs.caught_ns = 0.7 * costs.caught_ns + max(0.0, ns - costs.drafting.ns)
-            costs.num_caught = 0.7 * costs.num_caught + num_caught
-        costs.num_unclean += not is_clean
-        # Loads that change with every step may have no other ones.
-        is_all_there_is = not costs.drafting.ns and costs.num_unclean > _MOST_UNCLEAN
-        if (is_clean and (is_rough or is_settled)) or is_all_there_is:
-            costs.drafting.note(ns, is_rough=is_rough or not is_clean)
-
-    def _earn(self, costs: _Costs, ns: float, num_tokens: float, num_caught: float) -> None:
-        """num_tokens: of a row of a step that drafts; 0: it did not. A step that waited for something else is not what
-        drafts cost."""
-        plain_ns, drafting_ns = costs.plain.ns, costs.drafting.ns
-        if not plain_ns:
-            return
-        credit = costs.credit_ns / plain_ns + _TRIAL_SHARE * min(ns / plain_ns, 4)
-        credit = min(credit, _MOST_EARNED)
-        if num_tokens:
-            self._unseen = max(0, self._unseen - 1)
-            usual_ns = 2 * drafting_ns if drafting_ns and num_caught < _LEAST_CAUGHT else ns
-            gained = num_tokens - min(ns, usual_ns) / plain_ns
-            credit = max(min(credit + gained, max(credit, _MOST_GAINED)), -_MOST_DEBT)
-        costs.credit_ns = credit * plain_ns
-        costs.is_stopped = credit < 0 and (costs.is_stopped or credit < -_STOPPING_DEBT)
-
     def _pass(self, lapsed_S: npt.NDArray[np.int64], slots: IntArray, has_drafts: bool) -> None:
         """A step more: rows that do not draft yield one token each."""
         if self._catch_up:
             lapsed_S[slots] = np.maximum(lapsed_S[slots] - self._catch_up, 0) if has_drafts else lapsed_S[slots] + 1
+
+    def _sizes_for(self, num_rows: int) -> Sequence[Size]:
+        if num_rows not in self._sizes_of:
+            self._sizes_of[num_rows] = tuple(self._sizes(num_rows))
+        return self._sizes_of[num_rows]
+
+    def _any_sizes(self, num_rows: int) -> list[Size]:
+        least = num_rows if self._catch_up else 1
+        most = self._max_drafts * num_rows
+        found: dict[int, int] = {}
+        for key, fraction in enumerate(_FRACTIONS, 1):
+            found.setdefault(min(max(math.ceil(num_rows * fraction), least), most), key)
+        return [Size(key, num_drafts) for num_drafts, key in found.items()]
 
 
 def _are_same(slots: IntArray, others: IntArray) -> bool:

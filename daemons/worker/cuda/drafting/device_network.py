@@ -49,6 +49,8 @@ class DeviceNetwork(DeviceDrafter):
     """pool: the network's KV, by token, and one token more for padding; with trees the tokens before that one are those
     of branches, `scratch_tokens()` for as many rows as there are slots. max_rows: of a catch-up, as of a step."""
 
+    has_levels = True
+
     def __init__(
         self,
         device: Device,
@@ -132,10 +134,11 @@ class DeviceNetwork(DeviceDrafter):
             return
         sampled_B = self._sampled_1B[0, :num_rows]
         target = TokenTarget(ring_RT=self._sampled_1B, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
-        for number in range(self._most):
+        most = len(inputs.window_WB)
+        for number in range(most):
             self._sampler.sample_unfiltered(network.logits(output), chain.sample_slots, chain.sample_positions, target)
             chain_rows(sampled_B, inputs, number, self._slots.dummy_slot, self._shape, chain)
-            if number + 1 < self._most:
+            if number + 1 < most:
                 features_BF = None if self.features_NF is None else output
                 step = self._step(chain.slots, chain.positions, decodes=(chain.slots, chain.kv_lens))
                 output = network.forward(

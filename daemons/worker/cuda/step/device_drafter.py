@@ -23,11 +23,12 @@ class DeviceDrafter(ABC):
 
     One that keeps something of tokens is told what happens to them; by default nothing is kept. hidden_layers: layers
     of the target whose outputs `computed` takes, from 0. has_trees: drafts are trees, with what each follows in
-    parents_WB of the inputs.
+    parents_WB of the inputs. has_levels: a step drafts for all rows as often as one of them may have drafts.
     """
 
     hidden_layers: tuple[int, ...] = ()
     has_trees: bool = False
+    has_levels: bool = False
 
     def begin(self, state: SlotLengths, sampler: SlotSampler, *, max_rows: int, max_drafts: int) -> None:
         """Before all steps: of up to max_rows rows, each with up to max_drafts drafts."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.step.verify_shapes import even_sizes
 
 
 class StepGraphs:
@@ -87,10 +88,15 @@ def default_graph_rows(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_rows))
 
 
-def tuned_rows(graph_rows: Sequence[int], max_drafts: int, two_batch_min_rows: int = 0) -> tuple[int, ...]:
+def tuned_rows(
+    graph_rows: Sequence[int], max_drafts: int, two_batch_min_rows: int = 0, *, has_levels: bool = False
+) -> tuple[int, ...]:
     """Rows of the forwards of steps of such sizes: of those without drafts, and of those that verify them. GEMMs have
-    kernels of their own for these numbers of rows alone; for all others the library's first choice."""
+    kernels of their own for these numbers of rows alone; for all others the library's first choice. has_levels: a
+    network drafts chains, and steps may verify fewer of each row."""
     sizes = {size * width for size in graph_rows for width in (1, 1 + max_drafts)}
+    if has_levels and max_drafts:
+        sizes |= {*even_sizes(graph_rows, max_drafts)}
     if two_batch_min_rows:
         cut = [size for size in graph_rows if size >= max(2, two_batch_min_rows)]
         sizes |= {half for size in cut for half in (size // 2, -(-size // 2))}

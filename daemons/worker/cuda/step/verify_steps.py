@@ -2,12 +2,14 @@
 
     stage     windows of drafts, behind the tokens that the host knows, where the host drafts: some steps late
     graph     fetch -> propose, where the device drafts -> expand by the lengths on the device
-              -> forward of B x (k + 1) positions -> sample -> accept: lengths, last tokens, counts
+              -> forward of all positions -> sample -> accept: lengths, last tokens, counts
     behind    logprobs where a row asks for them; where one has filters, penalties or a grammar, all sample again, and
               are accepted here alone; so are trees, with KV of the accepted path to where its positions lie
 
 A launch from Python takes as long as several kernels of a small model: a step of rows without such options is one
 launch, with drafts and without. Else a worker whose drafts do not pay would be slower than one that drafts nothing.
+
+Rows have as many positions each, or as many as was chosen for them, one row's behind the other's (`verify_shapes.py`).
 
 Exact lengths live on the device beside the last tokens, so the next step may be launched before this one has run. What
 a position samples is what a decode would sample there, with the noise of its position: drafts change no token.
@@ -33,9 +35,10 @@ from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import ForcedDrafts
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
+from radixmesh.daemons.worker.cuda.step.verify_shapes import DraftLayout, StepShape, VerifyShapes
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
-from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, NoDrafts, drafts_of
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
@@ -51,20 +54,21 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 
 # Steps whose tokens the host does not know yet when it drafts: the windows are that much longer.
 _STEPS_AHEAD = 3
-_COLUMNS = 7
+_COLUMNS = 8
 LEAST_CHUNKS = 32
 """Rows from which on the positions of a row are one chunk, which reads the KV once. Fewer rows fill the device only if
 each position is a decode of its own, whose KV is split."""
 
 
 class Verifying(NamedTuple):
-    """A launched step. padded: its rows and those of padding. num_positions: of a row. asking: the rows that ask for
-    logprobs; positions: the positions of these rows. has_trees: tokens come with the positions that they were sampled
-    at."""
+    """A launched step. firsts: of each row with its padding the first of its positions; None: each has as many.
+    chosen: the drafts of its rows, None: none of them has any, or all have. asking: the rows that ask for logprobs;
+    positions: the positions of these rows. has_trees: tokens come with the positions that they were sampled at."""
 
     slots: IntArray
-    padded: int
-    num_positions: int
+    shape: StepShape
+    firsts: IntArray | None
+    chosen: RowLengths | None
     asking: Asking
     positions: Asking
     has_trees: bool
@@ -72,7 +76,15 @@ class Verifying(NamedTuple):
     @property
     def num_ints(self) -> int:
         """Of the step in the ring: tokens, counts and numbers of drafts, and of trees the positions."""
-        return self.padded * (self.num_positions * (2 if self.has_trees else 1) + 2)
+        return self.shape.size * (2 if self.has_trees else 1) + 2 * self.shape.num_rows
+
+    @property
+    def tokens_at(self) -> IntArray:
+        """Of each position of each row its place among the tokens, [rows, positions]; any, where a row has none."""
+        shape, count = self.shape, len(self.slots)
+        firsts = np.arange(count) * shape.num_positions if self.firsts is None else self.firsts[:count]
+        places: IntArray = np.minimum(firsts[:, None] + np.arange(shape.num_positions), shape.size - 1)
+        return places
 
 
 class Yielded(NamedTuple):
@@ -108,8 +120,9 @@ class VerifySteps:
         chains: SlotChains | None = None,
         kv_planes: list[torch.Tensor],
     ) -> None:
-        """lengths: says before each step whether it drafts; None: all do. chains: masks of the slots that follow
-        grammars, which are drafted from there; None: none does. kv_planes: the pool's, [layers, tokens, ...]."""
+        """lengths: says before each step how many drafts its rows have; None: as many as there may be. chains: masks
+        of the slots that follow grammars, which are drafted from there; None: none does. kv_planes: the pool's,
+        [layers, tokens, ...]."""
         self._device = device
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
@@ -129,6 +142,10 @@ class VerifySteps:
         max_rows = slots.dummy_slot
         self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
         self.graphs = StepGraphs(device, graph_rows)
+        layout = self._layout_of(lengths)
+        self.shapes = VerifyShapes(self.graphs.sizes, max_drafts, layout, has_plain=lengths is not None)
+        if lengths is not None and (layout is not DraftLayout.RAGGED or self.graphs.sizes):
+            lengths.use_sizes(self.shapes.sizes, is_even=layout is not DraftLayout.RAGGED)
         # Of trees: the parents of drafts, what they are to attention, and what moves with the KV of the accepted path.
         self._has_trees = self._follower is not None and self._follower.has_trees
         self._parents_WB: torch.Tensor | None = None
@@ -143,17 +160,18 @@ class VerifySteps:
         # and of trees the positions of the tokens.
         size = self._num_positions * (2 if self._has_trees else 1) + 2
         self._ring = TokenRing(device, max_rows=max_rows * size)
-        widths = {1 + max_drafts} if lengths is None else {1, 1 + max_drafts}
-        self._rows = {width: DraftRows.allocate(max_rows, width, device.torch_device) for width in widths}
-        self._sampled_1T = torch.zeros_like(self._rows[1 + max_drafts].tokens)[None]
+        self._rows = DraftRows.allocate(max_rows, 1 + max_drafts, device.torch_device)
+        self._sampled_1T = torch.zeros_like(self._rows.tokens)[None]
         self._zero_1 = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         # Rows of one slot all sample: none of their tokens is the slot's last one before it is accepted.
         self._no_last_S = torch.zeros_like(slots.last_tokens)
         self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
+        self._firsts_before: tuple[StepShape, RowLengths | None, IntArray] | None = None
+        self._captured = frozenset(self.shapes.captured)
         self._admits: dict[int, Admit] = {}
-        # Views of a step's memory by its rows, and its width: to make them takes longer than to launch a graph.
-        self._inputs_of: dict[int, tuple[DraftInputs, torch.Tensor]] = {}
-        self._drafted_of: dict[tuple[int, int], DraftRows] = {}
+        # Views of a step's memory by its shape: to make them takes longer than to launch a graph.
+        self._inputs_of: dict[StepShape, tuple[DraftInputs, torch.Tensor]] = {}
+        self._drafted_of: dict[StepShape, DraftRows] = {}
         if self._follower is not None:
             self._follower.begin(self._state, sampler, max_rows=max_rows, max_drafts=max_drafts)
 
@@ -161,31 +179,43 @@ class VerifySteps:
         """Compiles and captures, largest first: smaller graphs reuse its memory. dtype: of logits."""
         if self._chains is not None:
             self._chains.warm_up(dtype, self._model.vocab_size, self._sampler.tokens_SL)
-        for width in sorted(self._rows, reverse=True):
-            for num_rows in sorted(self.graphs.sizes, reverse=True):
-                stage = partial(self._stage, None, num_rows, width)
-                self.graphs.capture(num_rows, str(width), partial(self._forward, num_rows, width), stage)
-            self._warm_up(width)
+        for num_positions in sorted({shape.num_positions for shape in self._warm_shapes()}, reverse=True):
+            shapes = [shape for shape in self.shapes.captured if shape.num_positions == num_positions]
+            for shape in sorted(shapes, key=lambda shape: shape.size, reverse=True):
+                stage = partial(self._stage, None, shape)
+                self.graphs.capture(shape.num_rows, shape.variant, partial(self._forward, shape), stage)
+            self._warm_up(shapes or [shape for shape in self._warm_shapes() if shape.num_positions == num_positions])
         if self._has_trees:
             self._sampler.warm_up_branches(dtype, self._trees.of(1).branches)
         if self._follower is not None:
             self._follower.warm_up()
 
-    def _warm_up(self, width: int) -> None:
+    def _layout_of(self, lengths: DraftLengths | None) -> DraftLayout:
+        if lengths is None or lengths.is_whole or (self._follower is not None and self._follower.has_trees):
+            return DraftLayout.WHOLE
+        return DraftLayout.EVEN if self._follower is not None and self._follower.has_levels else DraftLayout.RAGGED
+
+    def _warm_shapes(self) -> list[StepShape]:
+        """Those that are captured; where none is, one of each kind."""
+        if self.shapes.captured:
+            return self.shapes.captured
+        num_drafts = [*self.shapes.num_drafts, *([] if self._lengths is None else [0])]
+        return [StepShape.even(1, 1 + number) for number in num_drafts]
+
+    def _warm_up(self, shapes: list[StepShape]) -> None:
         """Compiles what follows the forward, and has graphs run once: else the first step that drafts looks as if
         drafts were slow."""
-        for num_rows in self.graphs.sizes:
-            self._stage(None, num_rows, width)
-            self.graphs.replay(num_rows, str(width))
+        for shape in shapes:
+            self._stage(None, shape)
+            if self.graphs.sizes:
+                self.graphs.replay(shape.num_rows, shape.variant)
+            else:
+                self._forward(shape)
             self._staging.fence(self._device.record_event())
-        num_rows = min(self.graphs.sizes, default=1)
-        if not self.graphs.sizes:
-            self._stage(None, num_rows, width)
-            self._forward(num_rows, width)
-        rows = self._drafted(num_rows, width)
-        masks = (None,) if self._chains is None else (None, self._chains.taken(len(rows.slots)))
+        shape = min(shapes, key=lambda shape: shape.size)
+        masks = (None,) if self._chains is None else (None, self._chains.taken(shape.size))
         for taken_T in masks:
-            self._accept(num_rows, width, taken_T)
+            self._accept(shape, taken_T)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot: what is drafted for it."""
@@ -198,37 +228,36 @@ class VerifySteps:
     def launch(self, rows: DecodeRows, *, is_alone: bool) -> Verifying:
         """Launches the decodes of a step; pages, last tokens and lengths that are new come with it. is_alone: the step
         has no chunks."""
-        num_rows = len(rows.slots)
-        bucket = self.graphs.bucket(num_rows)
-        padded, lengths = bucket or num_rows, self._lengths
-        width = self._num_positions if lengths is None else 1 + lengths.choose(rows.slots, is_alone=is_alone)
+        num_rows, chosen = len(rows.slots), None
+        if self._lengths is not None:
+            chosen = self._lengths.choose(rows.slots, is_alone=is_alone)
+            shape = self.shapes.of(num_rows, chosen)
+        else:
+            shape = self.shapes.of(num_rows, RowLengths.even(num_rows, self._num_positions - 1))
+        has_drafts = shape.num_positions > 1
         if self._follower is not None:
-            self._follower.launching(rows.slots, has_drafts=width > 1)
+            self._follower.launching(rows.slots, has_drafts=has_drafts)
         is_guided = self._chains is not None and self._chains.is_guided(rows.slots)
         waits = is_guided or not self._sampler.is_unfiltered(rows.slots)
-        self._stage(rows, padded, width, waits=waits)
-        logits_TV = self._forward(padded, width) if bucket is None else self.graphs.replay(bucket, str(width))
+        firsts = self._firsts(shape, num_rows, chosen)
+        self._stage(rows, shape, chosen, waits=waits)
+        if shape in self._captured:
+            logits_TV = self.graphs.replay(shape.num_rows, shape.variant)
+        else:
+            logits_TV = self._forward(shape)
         asking = self._sampler.asking(rows.slots)
-        positions = _positions_of(asking, width) if asking.rows else NOBODY
-        has_trees = self._has_trees and width > 1
+        has_trees = self._has_trees and has_drafts
+        verifying = Verifying(rows.slots, shape, firsts, chosen, asking, NOBODY, has_trees)
+        if asking.rows:
+            verifying = verifying._replace(positions=_positions_of(asking, verifying))
         if waits or asking.rows or has_trees:
-            self._finish(logits_TV, rows.slots, padded, width, positions, is_guided=is_guided, waits=waits)
-        return Verifying(rows.slots, padded, width, asking, positions, has_trees)
+            self._finish(logits_TV, verifying, is_guided=is_guided, waits=waits)
+        return verifying
 
-    def _finish(
-        self,
-        logits_TV: torch.Tensor,
-        host_slots: IntArray,
-        padded: int,
-        width: int,
-        positions: Asking,
-        *,
-        is_guided: bool,
-        waits: bool,
-    ) -> None:
+    def _finish(self, logits_TV: torch.Tensor, verifying: Verifying, *, is_guided: bool, waits: bool) -> None:
         """The rest of a step, behind its graph: rows that sample again, trees, logprobs of positions that ask."""
-        drafted, target = self._drafted(padded, width), self._target(padded, width)
-        has_trees = self._has_trees and width > 1
+        shape, positions, has_trees = verifying.shape, verifying.positions, verifying.has_trees
+        drafted, target = self._drafted(shape), self._target(shape)
         as_they_were_TV, taken_T = logits_TV, None
         if is_guided:
             assert self._chains is not None
@@ -236,9 +265,9 @@ class VerifySteps:
                 as_they_were_TV = logits_TV.clone()
             self._chains.apply(logits_TV, drafted.slots, drafted.kv_lens)
         if waits:
-            branches = self._trees.of(padded).branches if has_trees else None
+            branches = self._trees.of(shape.num_rows).branches if has_trees else None
             self._sampler.sample(
-                *(logits_TV, drafted.slots, drafted.kv_lens, host_slots, target),
+                *(logits_TV, drafted.slots, drafted.kv_lens, verifying.slots, target),
                 has_highest=not is_guided,
                 branches=branches,
             )
@@ -253,7 +282,7 @@ class VerifySteps:
             to = TokenTarget(ring_RT=tokens_RT, ring_index_1=index_1, last_tokens_S=self._no_last_S)
             self._sampler.logprobs(as_they_were_TV, drafted.slots, to, self._ring.logprobs, positions)
         if waits or has_trees:
-            self._accept(padded, width, taken_T)
+            self._accept(shape, taken_T)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
         """Sampled tokens of all positions, then counts and numbers of drafts, and of trees the positions of the tokens;
@@ -263,41 +292,44 @@ class VerifySteps:
 
     def tokens_of(self, verifying: Verifying, ints: IntArray) -> IntArray:
         """Of each row, int32 [rows, positions], those that it yielded first and then -1. ints: as fetched."""
-        count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
-        counts = ints[padded * size : padded * size + count]
-        is_yielded = np.arange(size) < counts[:, None]
-        return np.where(is_yielded, ints[: count * size].reshape(count, size), np.int32(-1))
+        count, shape = len(verifying.slots), verifying.shape
+        counts = ints[shape.size : shape.size + count]
+        is_yielded = np.arange(shape.num_positions) < counts[:, None]
+        return np.where(is_yielded, ints[verifying.tokens_at], np.int32(-1))
 
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
-        count, size, padded = len(verifying.slots), verifying.num_positions, verifying.padded
-        if size == 1 and not verifying.asking.rows:
-            tokens, counts = fetched.tokens[:count], fetched.tokens[padded : padded + count]
+        count, shape, got = len(verifying.slots), verifying.shape, fetched.tokens
+        size, width = shape.size, shape.num_positions
+        if width == 1 and not verifying.asking.rows:
+            tokens, counts = got[:count], got[size : size + count]
             return Yielded(tokens if counts.all() else tokens[counts > 0], counts, None, {})
-        tokens = fetched.tokens[: count * size].reshape(count, size)
-        counts, num_drafts = fetched.tokens[padded * size :][: 2 * padded].reshape(2, padded)[:, :count]
-        places: IntArray = np.broadcast_to(np.arange(size, dtype=np.int32), (count, size))
+        at = verifying.tokens_at
+        tokens = got[at]
+        counts, num_drafts = got[size:][: 2 * shape.num_rows].reshape(2, shape.num_rows)[:, :count]
+        places: IntArray = np.broadcast_to(np.arange(width, dtype=np.int32), (count, width))
         if verifying.has_trees:
-            places = fetched.tokens[padded * (size + 2) :][: count * size].reshape(count, size)
+            places = got[size + 2 * shape.num_rows :][: count * width].reshape(count, width)
         logprobs = {
-            row: _joined([fetched.logprobs[row * size + number] for number in places[row, : counts[row]].tolist()])
+            row: _joined([fetched.logprobs[int(at[row, 0]) + number] for number in places[row, : counts[row]].tolist()])
             for row in verifying.asking.rows
             if counts[row]
         }
-        return Yielded(tokens[np.arange(size) < counts[:, None]], counts, num_drafts, logprobs)
+        return Yielded(tokens[np.arange(width) < counts[:, None]], counts, num_drafts, logprobs)
 
     def observe(self, verifying: Verifying, got: Yielded, times: tuple[int, int] | None) -> None:
         """The step ran between these times; None: chunks were in it too."""
-        if self._follower is not None and got.num_drafts is not None and verifying.num_positions > 1:
+        if self._follower is not None and got.num_drafts is not None and verifying.shape.num_positions > 1:
             self._follower.launched(verifying.slots, got.counts, got.num_drafts)
         if self._lengths is not None:
-            most = verifying.num_positions - 1
-            self._lengths.observe(verifying.slots, got.counts, most, times, got.num_drafts)
+            self._lengths.observe(verifying.slots, got.counts, verifying.chosen, times, got.num_drafts)
 
-    def _stage(self, rows: DecodeRows | None, num_rows: int, width: int, *, waits: bool = False) -> None:
-        """Fills the next staging slot, for a step of so many positions a row; None: rows of padding alone. waits: what
-        the graph samples is not accepted there."""
-        count = 0 if rows is None else len(rows.slots)
+    def _stage(
+        self, rows: DecodeRows | None, shape: StepShape, chosen: RowLengths | None = None, *, waits: bool = False
+    ) -> None:
+        """Fills the next staging slot. rows: None: of padding alone. chosen: their drafts, None: as many as the shape
+        has. waits: what the graph samples is not accepted there."""
+        count, num_rows, most = 0 if rows is None else len(rows.slots), shape.num_rows, shape.num_positions - 1
         entries = _NO_ENTRIES
         if rows is not None and not rows.is_repeat:
             entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
@@ -305,8 +337,12 @@ class VerifySteps:
                 self._slots.send_entries(entries)
                 entries = entries[:0]
         columns = self._staging.stage(num_rows, entries, self._ring.take())
-        slots, max_lens, tokens, lengths, starts, counts, waiting = columns[:_COLUMNS]
+        slots, max_lens, tokens, lengths, starts, counts, waiting, firsts = columns[:_COLUMNS]
         waiting[:] = waits
+        by_row = None if chosen is None else chosen.by_row
+        of_rows = self._firsts(shape, count, chosen)
+        if of_rows is not None:
+            firsts[:num_rows] = of_rows
         slots[count:], max_lens[count:], tokens[count:], lengths[count:] = self._slots.dummy_slot, 0, -1, -1
         starts[count:] = counts[count:] = 0
         if rows is None:
@@ -316,17 +352,29 @@ class VerifySteps:
         tokens[:count] = lengths[:count] = -1
         if self._slots.has_new_tokens:
             tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
-        if width == 1:
+        if not most:
             starts[:count] = counts[:count] = 0
             return
         if self._on_device is not None:
-            starts[:count], counts[:count] = -1, width - 1
+            starts[:count], counts[:count] = -1, most if by_row is None else by_row
             return
         starts[:count] = rows.bounds.known_lens
         wanted = [self._draft_row(slot, row, rows.bounds) for row, slot in enumerate(rows.slots.tolist())]
         for row, drafts in enumerate(drafts_of(self._drafter, wanted, self._model.vocab_size)):
             counts[row] = len(drafts)
             columns[_COLUMNS : _COLUMNS + len(drafts), row] = drafts
+
+    def _firsts(self, shape: StepShape, num_rows: int, chosen: RowLengths | None) -> IntArray | None:
+        """As of Verifying. Steps of the same rows often have the same drafts."""
+        if not self._is_ragged(shape):
+            return None
+        if self._firsts_before is None or self._firsts_before[0] != shape or self._firsts_before[1] is not chosen:
+            num_drafts = shape.num_positions - 1 if chosen is None else chosen.by_row
+            self._firsts_before = shape, chosen, _firsts_of(shape, num_rows, num_drafts)
+        return self._firsts_before[2]
+
+    def _is_ragged(self, shape: StepShape) -> bool:
+        return self.shapes.layout is DraftLayout.RAGGED and shape.num_positions > 1
 
     def _draft_row(self, slot: int, row: int, bounds: RowBounds) -> DraftRow:
         """Behind the tokens that the host knows: the device takes those at its own positions."""
@@ -339,13 +387,16 @@ class VerifySteps:
         )
         return DraftRow(sample=sample, most=self._window)
 
-    def _inputs(self, num_rows: int) -> tuple[DraftInputs, torch.Tensor]:
-        """Of a step of so many rows, and which of them wait for another sampling: the same memory for every one."""
-        if num_rows not in self._inputs_of:
-            columns, staging = self._staging.columns(num_rows), self._staging
-            slots, max_lens, tokens, lengths, starts, counts, waits = (
+    def _inputs(self, shape: StepShape) -> tuple[DraftInputs, torch.Tensor]:
+        """Of a step of that shape, and which of its rows wait for another sampling: the same memory for every one."""
+        if shape not in self._inputs_of:
+            num_rows, staging = shape.num_rows, self._staging
+            columns = staging.columns(num_rows)
+            slots, max_lens, tokens, lengths, starts, counts, waits, firsts = (
                 column[:num_rows] for column in columns[:_COLUMNS]
             )
+            # The device drafts as many as there are rows of the window.
+            most = self._window if self._on_device is None else max(1, shape.num_positions - 1)
             inputs = DraftInputs(
                 slots=slots,
                 max_lens=max_lens,
@@ -353,51 +404,53 @@ class VerifySteps:
                 lengths=lengths,
                 starts=starts,
                 counts=counts,
-                window_WB=columns[_COLUMNS:],
+                window_WB=columns[_COLUMNS : _COLUMNS + most],
                 entries_E2=staging.entries_E2(num_rows),
                 num_entries_1=staging.num_entries_1,
                 parents_WB=self._parents_WB,
+                firsts=firsts if self._is_ragged(shape) else None,
             )
-            self._inputs_of[num_rows] = inputs, waits
-        return self._inputs_of[num_rows]
+            self._inputs_of[shape] = inputs, waits
+        return self._inputs_of[shape]
 
-    def _drafted(self, num_rows: int, width: int) -> DraftRows:
-        if (num_rows, width) not in self._drafted_of:
-            self._drafted_of[num_rows, width] = self._rows[width].of(num_rows)
-        return self._drafted_of[num_rows, width]
+    def _drafted(self, shape: StepShape) -> DraftRows:
+        if shape not in self._drafted_of:
+            self._drafted_of[shape] = self._rows.of(shape.num_rows, shape.size)
+        return self._drafted_of[shape]
 
-    def _accept(
-        self, num_rows: int, width: int, taken_T: torch.Tensor | None, waits_B: torch.Tensor | None = None
-    ) -> None:
+    def _accept(self, shape: StepShape, taken_T: torch.Tensor | None, waits_B: torch.Tensor | None = None) -> None:
         """Advances the slots by what was sampled. taken_T: masks of the positions. waits_B: rows that do not advance
         yet."""
-        (inputs, _), sampled_T = self._inputs(num_rows), self._target(num_rows, width).ring_RT[0]
-        to = sampled_T, inputs.slots, self._drafted(num_rows, width), self._state, self._ring.rows
-        if not self._has_trees or width == 1:
-            accept_drafts(*to, self._staging.ring_index_1, taken_T, waits_B=waits_B)
+        (inputs, _), sampled_T = self._inputs(shape), self._target(shape).ring_RT[0]
+        to = sampled_T, inputs.slots, self._drafted(shape), self._state, self._ring.rows
+        if not self._has_trees or shape.num_positions == 1:
+            most = None if inputs.firsts is None else shape.num_positions
+            index_1, firsts_B = self._staging.ring_index_1, inputs.firsts
+            accept_drafts(*to, index_1, taken_T, waits_B=waits_B, firsts_B=firsts_B, num_positions=most)
             return
-        trees = self._trees.of(num_rows)
+        trees = self._trees.of(shape.num_rows)
         accept_drafts(*to, self._staging.ring_index_1, taken_T, inputs.parents_WB, trees.paths_BP)
         move_paths(self._moved, trees)
 
-    def _target(self, num_rows: int, width: int) -> TokenTarget:
-        sampled_1T = self._sampled_1T[:, : num_rows * width]
+    def _target(self, shape: StepShape) -> TokenTarget:
+        sampled_1T = self._sampled_1T[:, : shape.size]
         return TokenTarget(ring_RT=sampled_1T, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
 
-    def _forward(self, num_rows: int, width: int) -> torch.Tensor:
+    def _forward(self, shape: StepShape) -> torch.Tensor:
         """A step whose inputs are staged, all positions sampled without filters: their logits. Graphs record it."""
+        num_rows, has_drafts = shape.num_rows, shape.num_positions > 1
         self._staging.fetch(num_rows)
-        rows = self._drafted(num_rows, width)
-        inputs, waits_B = self._inputs(num_rows)
-        if self._on_device is not None and width > 1:
+        rows = self._drafted(shape)
+        inputs, waits_B = self._inputs(shape)
+        if self._on_device is not None and has_drafts:
             self._on_device.propose(inputs, self._state)
-        expand_drafts(inputs, self._state, rows)
+        expand_drafts(inputs, self._state, rows, None if inputs.firsts is None else shape.num_positions)
         tables, nothing = self._slots.page_tables, rows.slots[:0]
         trees: TreeRows | None = None
-        if self._has_trees and width > 1:
+        if self._has_trees and has_drafts:
             trees = self._trees.of(num_rows)
             branch_rows(inputs, self._state, rows, trees, self._page_size)
-        is_chunked = num_rows >= LEAST_CHUNKS and width > 1 and trees is None
+        is_chunked = has_drafts and shape.size >= LEAST_CHUNKS * shape.num_positions and trees is None
         step = DeviceStep(
             page_tables=tables,
             row_slots=rows.slots,
@@ -407,7 +460,7 @@ class VerifySteps:
             chunk_slots=rows.chunk_slots if is_chunked else nothing,
             chunk_row_starts=rows.chunk_row_starts if is_chunked else nothing,
             chunk_kv_lens=rows.chunk_kv_lens if is_chunked else nothing,
-            max_chunk_len=width if is_chunked else 0,
+            max_chunk_len=shape.num_positions if is_chunked else 0,
             tails=None if trees is None else trees.tails,
             masks=None if trees is None else TreeMasks(inputs.slots, trees.prefix_lens_B, trees.masks_T),
             is_from_host=False,
@@ -421,15 +474,34 @@ class VerifySteps:
         if follower is not None:
             follower.computed(rows, states or HiddenStates(()), trees)
         logits_TV = self._model.logits(hidden_TD)
-        self._sampler.sample_unfiltered(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows, width))
+        self._sampler.sample_unfiltered(logits_TV, rows.slots, rows.kv_lens, self._target(shape))
         if trees is None:
-            self._accept(num_rows, width, None, waits_B)
+            self._accept(shape, None, waits_B)
         return logits_TV
 
 
-def _positions_of(asking: Asking, width: int) -> Asking:
-    rows = [row * width + number for row in asking.rows for number in range(width)]
-    return Asking(rows, [num_top for num_top in asking.num_top for _ in range(width)])
+def _firsts_of(shape: StepShape, num_rows: int, num_drafts: int | IntArray) -> IntArray:
+    """The first positions of a ragged step's rows, of which the first num_rows have so many drafts. Positions that are
+    left go to rows from the last one on, padding that is: no row has more than there may be."""
+    sizes = np.zeros(shape.num_rows, np.int32)
+    sizes[:num_rows] = np.add(num_drafts, 1)
+    left = shape.size - int(sizes.sum())
+    assert left >= 0, (shape, num_drafts)
+    if left:
+        room = (shape.num_positions - sizes)[::-1]
+        sizes += np.clip(left - np.cumsum(room) + room, 0, room)[::-1].astype(np.int32)
+    return np.cumsum(sizes, dtype=np.int32) - sizes
+
+
+def _positions_of(asking: Asking, verifying: Verifying) -> Asking:
+    width, firsts = verifying.shape.num_positions, verifying.firsts
+    if firsts is None:
+        ranges = [range(row * width, row * width + width) for row in asking.rows]
+    else:
+        ends = [*firsts[1:].tolist(), verifying.shape.size]
+        ranges = [range(int(firsts[row]), ends[row]) for row in asking.rows]
+    num_top = [num_top for num_top, of_row in zip(asking.num_top, ranges, strict=True) for _ in of_row]
+    return Asking([position for of_row in ranges for position in of_row], num_top)
 
 
 def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
