@@ -122,7 +122,7 @@ def mixed(num_rows: int, num_tokens: int) -> dict[str, object]:
     found = {}
     for name, create in ways(num_rows, 0).items():
         machine = Machine(create(), of_positions(num_rows))
-        # What a worker learns first is known to it from then on.
+        # A worker has learnt the first things already.
         machine.run(acceptance, num_tokens // 4)
         machine.steps = machine.drafted = 0
         taken = machine.run(acceptance, num_tokens)

@@ -276,7 +276,7 @@ class CpuRunner(ModelRunner):
                 continue
             chosen = next(most_of_rows)
             if segment.sample is not None:
-                # What a grammar forces is drafted in any case.
+                # Texts that a grammar forces are drafted in any case.
                 most = self.max_tokens_per_row - 1 if segment.sample.guide is not None else chosen
                 most = min(segment.max_tokens - 1, most)
                 if most > 0:

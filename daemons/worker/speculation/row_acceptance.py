@@ -88,7 +88,7 @@ class RowAcceptance:
         return np.cumprod(likely_KR, axis=0, dtype=np.float64).T
 
     def _since(self, slots: IntArray) -> Floats:
-        """What a row has told counts so much of what it did."""
+        """Weight of what a row has told: it has drafted nothing for a while."""
         part_R: Floats = np.exp2((self._told_at_S[slots] - self._step) / _HALF_LIFE)
         return part_R
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_TRIAL_SHARE = 0.01
+_TRIAL_SHARE = 0.0125
 """Of the time, what drafts may lose while they do not pay."""
 _MOST_GAINED, _MOST_EARNED, _MOST_DEBT = 20.0, 40.0, 40.0
 """Of credit, in plain steps: from gains, from time that passes, and of what was lost beyond it."""
@@ -104,7 +104,7 @@ class StepCosts:
 
     @property
     def has_caught_up(self) -> bool:
-        """What catching up costs has been measured."""
+        """True once a step has told what catching up costs."""
         return bool(self._caught)
 
     def of_sizes(self, sizes: Sequence[Size]) -> list[Cost]:
