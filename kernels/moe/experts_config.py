@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Pairs of an expert up to which it is used, slots of a tile, and columns, depth, warps and stages of both GEMMs.
+# Pairs of an expert up to which it is used, slots of a tile, and of both GEMMs columns, depth, warps and stages, and
+# whether TMA loads the weights, if not False.
 _MEASURED = (
     (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
     (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
     (64, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
-    (float("inf"), 128, (128, 64, 8, 3), (128, 64, 8, 3)),
+    (float("inf"), 128, (128, 64, 8, 3, True), (128, 64, 8, 3, True)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
+    """columns and depth: of a program's block of a weight, gate and up of so many columns each. by_tma: weights are
+    loaded by TMA, where a device has it."""
 
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    by_tma: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,6 @@ def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> Exper
     average = num_pairs / num_experts
     _, tile_rows, gate_up_block, down_block = next(row for row in _MEASURED if average <= row[0])
     gate_up, down_ = (
-        GroupedConfig(columns, depth * 2 // itemsize, num_warps, num_stages)
-        for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
+        GroupedConfig(columns, depth * 2 // itemsize, *rest) for columns, depth, *rest in (gate_up_block, down_block)
     )
     return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
