@@ -7,10 +7,10 @@ from dataclasses import dataclass
 # Pairs of an expert up to which it is used, slots of a tile, and of both GEMMs columns, depth, warps and stages, and
 # whether TMA loads the weights, if not False.
 _MEASURED = (
-    (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
-    (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
-    (64, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
-    (float("inf"), 128, (128, 64, 8, 3, True), (128, 64, 8, 3, True)),
+    (8, 16, (64, 128, 4, 3, True), (64, 128, 4, 3, True)),
+    (28, 32, (64, 128, 4, 2, True), (128, 128, 4, 3, True)),
+    (64, 64, (64, 64, 4, 4), (128, 64, 4, 3, True)),
+    (float("inf"), 128, (128, 64, 8, 4, True), (128, 64, 8, 3, True)),
 )
 
 
