@@ -1,14 +1,14 @@
 """The kernel of `mla_split.py` for Hopper, where 64 query rows fill a program's GEMMs: its warp groups have tasks.
 
-    copies         | tile t + 1 ................. | tile t + 2 ................. |
-    sums of [0, R / 2)    | scores of t | softmax | values | scores of t + 1 | ...
-    sums of [R / 2, R)       | scores of t | softmax | values | scores of t + 1 | ...
+    copies              | tile t + 1 ....................... | tile t + 2 ...
+    sums of [0, R / 2)  | scores of t | softmax | values of t | scores of t + 1 ...
+    sums of [R / 2, R)  | scores of t | softmax | values of t | scores of t + 1 ...
 
 One warp group copies queries and tiles to shared memory. Each of two others computes all scores of a tile, whose weights
-stay in its registers, and the sums of half of the latent's columns. They wait for the copies alone, not for each other: one's
-softmax runs beside the other's GEMMs. Scores that each computes half of would take three quarters of the time (tensor
-cores read 64 query rows for 32 tokens), but every tile's maxima and weights would go through shared memory, behind
-barriers of all. Schedule, parts and the merge are those of `mla_split.py`. The interpreter does not run it.
+stay in its registers, and the sums of half of the latent's columns. They wait for copies alone, not for each other. If
+each computed half of the scores (tensor cores would read 64 query rows for 32 tokens, so that it takes three quarters
+of the time), maxima and weights of every tile would go through shared memory, behind barriers of both: that took 1.3
+times as long. Schedule and parts are those of `mla_split.py`. The interpreter does not run it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOWEST: gl.constexpr = gl.constexpr(-1e30)
 NUM_WARPS = 4
-MAX_REGISTERS = 168
-"""Of a thread when the kernel starts: of three warp groups. Those that compute take over what the copies leave."""
-_COMPUTE_REGISTERS: gl.constexpr = gl.constexpr(216)
-_COPY_REGISTERS: gl.constexpr = gl.constexpr(72)
+MAX_REGISTERS = 128
+"""Of a thread when the kernel starts: of four warp groups, which then divide them anew. Scores get what the others leave."""
+_SUM_REGISTERS: gl.constexpr = gl.constexpr(168)
+_COPY_REGISTERS: gl.constexpr = gl.constexpr(48)
 BLOCK_N = 64
 QUERIES = 64
 
@@ -59,7 +59,7 @@ def _share_of(
 
 @gluon.jit
 def _part_of(tile_starts_ptr, unit, work, work_end, HEAD_BLOCKS: gl.constexpr, IS_WHOLE: gl.constexpr):
-    """Where the work lies: the unit's block of heads, the block's first tile in all work, its number of tiles, and those
+    """Where work lies: the unit's block of heads, the first of the block's tiles in all work, how many it has, and those
     of this program, [tile, last)."""
     unit_begin = gl.load(tile_starts_ptr + unit)
     tiles = gl.load(tile_starts_ptr + unit + 1) - unit_begin
@@ -109,7 +109,7 @@ def _copies_are_there(barrier):
 @gluon.jit
 def _copy(
     q_ptr, latents_ptr, page_tables_ptr, slots_ptr, ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr,
-    table_stride, num_units, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s, q_full, q_empty, full, empty,
+    table_stride, num_units, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s, q_empty, full, empty,
     H: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, ROPE: gl.constexpr, MEMBERS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, MIN_TILES: gl.constexpr, IS_WHOLE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def _copy(
     num_copied = 0
     num_parts = 0
     while work < work_end:
-        head_block, block_work, tiles, tile, last = _part_of(
+        head_block, block_work, _tiles, tile, last = _part_of(
             tile_starts_ptr, unit, work, work_end, HEAD_BLOCKS, IS_WHOLE
         )
         kv_end = gl.load(ends_ptr + unit)
@@ -133,17 +133,11 @@ def _copy(
         # Where there is no query, results of another one are computed, and not stored.
         query_row, is_query = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, 64, ROWS)
         mbarrier.wait(q_empty, (num_parts & 1) ^ 1)
+        # They are there with the first tile.
         _copy_rows(
-            q_ptr,
-            gl.where(is_query, query_row, 0),
-            q_left_s.index(0),
-            q_right_s.index(0),
-            q_rope_s.index(0),
-            R,
-            ROPE,
+            q_ptr, gl.where(is_query, query_row, 0), q_left_s.index(0), q_right_s.index(0), q_rope_s.index(0), R, ROPE,
             LAYOUT,
-        )
-        _copies_are_there(q_full)
+        )  # fmt: skip
         for t in range(tile, last):
             stage = num_copied & 1
             mbarrier.wait(empty.index(stage), ((num_copied >> 1) & 1) ^ 1)
@@ -160,32 +154,23 @@ def _copy(
 
 
 @gluon.jit
-def _compute(
-    ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, out_ptr,
-    out_lse_ptr, num_units, scale, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s, q_full, q_empty, full, empty,
-    SIDE: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr,
-    MIN_TILES: gl.constexpr, IS_WHOLE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+def _score(
+    ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, part_lses_ptr, out_lse_ptr, num_units, scale, q_left_s,
+    q_right_s, q_rope_s, left_s, right_s, rope_s, weights_s, factors_s, q_empty, full, weighed, taken,
+    H: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr, MIN_TILES: gl.constexpr,
+    IS_WHOLE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """SIDE: which half of the latent's columns are summed. The first side writes what is the same for both."""
+    """Weights of each tile, and what its rows' sums so far are multiplied by; behind a part what they are divided by."""
     M: gl.constexpr = 64
     N: gl.constexpr = 64
-    HALF: gl.constexpr = R // 2
     HEAD_BLOCKS: gl.constexpr = H // HEADS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    dtype: gl.constexpr = left_s.dtype
-    if SIDE == 0:
-        values_s = left_s
-    else:
-        values_s = right_s
-    work, work_end, share, unit = _share_of(
+    work, work_end, _share, unit = _share_of(
         tile_starts_ptr, first_units_ptr, num_units, HEAD_BLOCKS, MIN_TILES, NUM_PROGRAMS
     )
-    num_computed = 0
-    num_done = 0
+    num_scored = 0
+    num_left = 0
     n = gl.arange(0, N, gl.SliceLayout(0, SCORES))
     while work < work_end:
         head_block, block_work, tiles, tile, last = _part_of(
@@ -193,74 +178,118 @@ def _compute(
         )
         kv_end = gl.load(ends_ptr + unit)
         highest = gl.full([M], LOWEST, gl.float32, ROWS)
-        # Sums of a row by token of a tile: they are added once.
-        totals = gl.zeros([M, N], gl.float32, SCORES)
-        acc = gl.zeros([M, HALF], gl.float32, SUMS)
-        mbarrier.wait(q_full, num_done & 1)
+        total = gl.zeros([M], gl.float32, ROWS)
         for t in range(tile, last):
-            stage = num_computed & 1
-            mbarrier.wait(full.index(stage), (num_computed >> 1) & 1)
-            scores = gl.zeros([M, N], gl.float32, SCORES)
+            stage = num_scored & 1
+            mbarrier.wait(full.index(stage), (num_scored >> 1) & 1)
             # Always 0. Of addresses that stay the compiler would keep more than there are registers.
-            only = num_computed >> 30
+            only = num_scored >> 30
+            scores = gl.zeros([M, N], gl.float32, SCORES)
             scores = warpgroup_mma(
                 q_rope_s.index(only), rope_s.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True
             )
             scores = warpgroup_mma(q_left_s.index(only), left_s.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma(q_right_s.index(only), right_s.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            scores = gl.where((t * N + n < kv_end)[None, :], scores * scale, float("-inf"))
-            new_highest = gl.maximum(highest, gl.max(scores, 1))
-            exps = gl.exp2(scores - new_highest[:, None])
+            scores = gl.where((t * N + n < kv_end)[None, :], scores, float("-inf"))
+            new_highest = gl.maximum(highest, gl.max(scores, 1) * scale)
+            exps = gl.exp2(scores * scale - new_highest[:, None])
             correction = gl.exp2(highest - new_highest)
-            totals = totals * correction[:, None] + exps
-            weights = gl.convert_layout(exps.to(dtype), WEIGHTS)
-            acc = acc * gl.convert_layout(correction, OUT_ROWS)[:, None]
-            acc = warpgroup_mma(weights, values_s.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            # All warps have read the tile.
+            total = total * correction + gl.sum(exps, 1)
+            mbarrier.wait(taken, (num_left & 1) ^ 1)
+            weights_s.store(exps.to(weights_s.dtype))
+            factors_s.store(correction)
+            fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(weighed, count=1)
+            num_left += 1
             highest = new_highest
-            num_computed += 1
+            num_scored += 1
         mbarrier.arrive(q_empty, count=1)
-        num_done += 1
 
-        total = gl.sum(totals, 1)
         is_seen = total > 0
-        inverse = gl.where(is_seen, 1.0 / gl.where(is_seen, total, 1.0), 0.0)
         lse = gl.where(is_seen, highest + gl.log2(gl.where(is_seen, total, 1.0)), LOWEST)
-        acc = gl.where(
-            gl.convert_layout(is_seen.to(gl.int32), OUT_ROWS)[:, None] > 0,
-            acc * gl.convert_layout(inverse, OUT_ROWS)[:, None],
-            0.0,
-        )
-        columns = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
         if (tile == 0) & (last == tiles):
-            out_row_of_query, is_out = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, OUT_ROWS)
-            out_at = out_ptr + out_row_of_query.to(gl.int64)[:, None] * R + columns[None, :]
-            gl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_out[:, None])
-            if SIDE == 0:
-                if out_lse_ptr is not None:
-                    lse_row_of_query, has_lse = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ROWS)
-                    gl.store(out_lse_ptr + lse_row_of_query, lse, mask=has_lse)
+            if out_lse_ptr is not None:
+                row_of_query, is_query = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ROWS)
+                gl.store(out_lse_ptr + row_of_query, lse, mask=is_query)
         elif not IS_WHOLE:
             partial = 2 * gl.program_id(0) + (tile == 0).to(gl.int32)
-            row = gl.arange(0, M, OUT_ROWS)
+            gl.store(part_lses_ptr + partial * M + gl.arange(0, M, ROWS), lse)
+        mbarrier.wait(taken, (num_left & 1) ^ 1)
+        factors_s.store(gl.where(is_seen, 1.0 / gl.where(is_seen, total, 1.0), 0.0))
+        gl.thread_barrier()
+        mbarrier.arrive(weighed, count=1)
+        num_left += 1
+        work = block_work + last
+        if work >= gl.load(tile_starts_ptr + unit + 1) * HEAD_BLOCKS:
+            unit += 1
+
+
+@gluon.jit
+def _sum(
+    members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, out_ptr, out_lse_ptr,
+    num_units, values_s, weights_s, factors_s, empty, weighed, taken, SIDE: gl.constexpr, H: gl.constexpr,
+    HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr, MIN_TILES: gl.constexpr, IS_WHOLE: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """The weighted sums of half of the latent's columns: SIDE 0 or 1."""
+    M: gl.constexpr = 64
+    HALF: gl.constexpr = R // 2
+    HEAD_BLOCKS: gl.constexpr = H // HEADS
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    work, work_end, share, unit = _share_of(
+        tile_starts_ptr, first_units_ptr, num_units, HEAD_BLOCKS, MIN_TILES, NUM_PROGRAMS
+    )
+    num_summed = 0
+    num_taken = 0
+    while work < work_end:
+        head_block, block_work, tiles, tile, last = _part_of(
+            tile_starts_ptr, unit, work, work_end, HEAD_BLOCKS, IS_WHOLE
+        )
+        acc = gl.zeros([M, HALF], gl.float32, SUMS)
+        for t in range(tile, last):
+            stage = num_summed & 1
+            mbarrier.wait(weighed, num_taken & 1)
+            acc = acc * factors_s.load(ROWS)[:, None]
+            acc = warpgroup_mma(weights_s, values_s.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            # All warps have read weights and tile.
+            gl.thread_barrier()
+            mbarrier.arrive(taken, count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            num_taken += 1
+            num_summed += 1
+        mbarrier.wait(weighed, num_taken & 1)
+        inverse = factors_s.load(ROWS)
+        gl.thread_barrier()
+        mbarrier.arrive(taken, count=1)
+        num_taken += 1
+
+        # A row without a token has sums of what is no number.
+        acc = gl.where((inverse > 0)[:, None], acc * inverse[:, None], 0.0)
+        columns = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
+        if (tile == 0) & (last == tiles):
+            row_of_query, is_query = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, ROWS)
+            out_at = out_ptr + row_of_query.to(gl.int64)[:, None] * R + columns[None, :]
+            gl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+        elif not IS_WHOLE:
+            partial = 2 * gl.program_id(0) + (tile == 0).to(gl.int32)
+            row = gl.arange(0, M, ROWS)
             gl.store(parts_ptr + (partial * M + row).to(gl.int64)[:, None] * R + columns[None, :], acc)
-            if SIDE == 0:
-                gl.store(part_lses_ptr + partial * M + gl.arange(0, M, ROWS), lse)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
-            # All threads' parts are written before the count says so; the count orders them for the last side of the
-            # last program.
+            # All threads' parts are written before the count says so, and so is what `_score` wrote; the count orders
+            # them for the last program.
             gl.thread_barrier()
-            arrived = gl.atomic_add(arrivals_ptr + first_program, 1, sem="acq_rel")
-            if arrived == 2 * num_parts - 1:
-                gl.store(arrivals_ptr + first_program, 0)
+            arrivals_at = arrivals_ptr + SIDE * NUM_PROGRAMS + first_program
+            arrived = gl.atomic_add(arrivals_at, 1, sem="acq_rel")
+            if arrived == num_parts - 1:
+                gl.store(arrivals_at, 0)
                 _merge(
                     parts_ptr, part_lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first_program,
-                    num_parts, H, HEADS, R, MEMBERS, M,
+                    num_parts, SIDE, H, HEADS, R, MEMBERS, M,
                 )  # fmt: skip
         work = block_work + last
         if work >= gl.load(tile_starts_ptr + unit + 1) * HEAD_BLOCKS:
@@ -290,13 +319,18 @@ def mla_split_sm90_kernel(
     left_s = gl.allocate_shared_memory(dtype, [2, N, R // 2], TILE)
     right_s = gl.allocate_shared_memory(dtype, [2, N, R // 2], TILE)
     rope_s = gl.allocate_shared_memory(dtype, [2, N, ROPE], TILE)
-    # Of a part's queries, and of each stage: there for both sides, and read by both.
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    weights_s = gl.allocate_shared_memory(dtype, [M, N], TILE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    # Queries that were scored; tiles that are there, and that both sides have summed; weights of a tile that are there,
+    # and that both sides have taken.
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(taken, count=2)
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
@@ -306,19 +340,27 @@ def mla_split_sm90_kernel(
     gl.warp_specialize(
         [
             (
-                _compute,
+                _score,
                 (
-                    ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr,
-                    out_ptr, out_lse_ptr, num_units, scale, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s,
-                    q_full, q_empty, full, empty, 0, H, HEADS, R, MEMBERS, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
+                    ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, part_lses_ptr, out_lse_ptr, num_units,
+                    scale, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s, weights_s, factors_s, q_empty, full,
+                    weighed, taken, H, HEADS, R, MEMBERS, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
                 ),
             ),
             (
-                _compute,
+                _sum,
                 (
-                    ends_ptr, members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr,
-                    out_ptr, out_lse_ptr, num_units, scale, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s,
-                    q_full, q_empty, full, empty, 1, H, HEADS, R, MEMBERS, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
+                    members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, out_ptr,
+                    out_lse_ptr, num_units, left_s, weights_s, factors_s, empty, weighed, taken, 0, H, HEADS, R,
+                    MEMBERS, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
+                ),
+            ),
+            (
+                _sum,
+                (
+                    members_ptr, tile_starts_ptr, first_units_ptr, parts_ptr, part_lses_ptr, arrivals_ptr, out_ptr,
+                    out_lse_ptr, num_units, right_s, weights_s, factors_s, empty, weighed, taken, 1, H, HEADS, R,
+                    MEMBERS, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
                 ),
             ),
             (
@@ -326,13 +368,12 @@ def mla_split_sm90_kernel(
                 (
                     q_ptr, latents_ptr, page_tables_ptr, slots_ptr, ends_ptr, members_ptr, tile_starts_ptr,
                     first_units_ptr, table_stride, num_units, q_left_s, q_right_s, q_rope_s, left_s, right_s, rope_s,
-                    q_full, q_empty, full, empty, H, HEADS, R, ROPE, MEMBERS, PAGE_SIZE, MIN_TILES, IS_WHOLE,
-                    NUM_PROGRAMS,
+                    q_empty, full, empty, H, HEADS, R, ROPE, MEMBERS, PAGE_SIZE, MIN_TILES, IS_WHOLE, NUM_PROGRAMS,
                 ),
             ),
         ],
-        worker_num_warps=[4, 4],
-        worker_num_regs=[_COMPUTE_REGISTERS, _COPY_REGISTERS],
+        worker_num_warps=[4, 4, 4],
+        worker_num_regs=[_SUM_REGISTERS, _SUM_REGISTERS, _COPY_REGISTERS],
     )  # fmt: skip
 
 
@@ -355,10 +396,10 @@ def _query_rows(
 
 @gluon.jit
 def _merge(
-    parts_ptr, lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first, num_parts, H: gl.constexpr,
-    HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr, M: gl.constexpr,
+    parts_ptr, lses_ptr, members_ptr, out_ptr, out_lse_ptr, unit, head_block, first, num_parts, SIDE: gl.constexpr,
+    H: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """Writes the softmax-weighted mean of a unit's parts, as that of `mla_split.py` does."""
+    """Writes one side of the softmax-weighted mean of a unit's parts, as that of `mla_split.py` does."""
     COLUMNS: gl.constexpr = 128
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(1, BLOCK)
@@ -374,9 +415,10 @@ def _merge(
         total = total * gl.exp2(highest - new_highest) + gl.exp2(lse - new_highest)
         highest = new_highest
     lse_of_all = highest + gl.log2(total)
-    if out_lse_ptr is not None:
-        gl.store(out_lse_ptr + query_row, lse_of_all, mask=is_row)
-    for begin in range(0, R, COLUMNS):
+    if SIDE == 0:
+        if out_lse_ptr is not None:
+            gl.store(out_lse_ptr + query_row, lse_of_all, mask=is_row)
+    for begin in range(SIDE * (R // 2), SIDE * (R // 2) + R // 2, COLUMNS):
         column = begin + gl.arange(0, COLUMNS, gl.SliceLayout(0, BLOCK))
         merged = gl.zeros([M, COLUMNS], gl.float32, BLOCK)
         for part in range(num_parts):
