@@ -400,8 +400,9 @@ def _merge(
     H: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, MEMBERS: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Writes one side of the softmax-weighted mean of a unit's parts, as that of `mla_split.py` does."""
-    COLUMNS: gl.constexpr = 128
-    BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    COLUMNS: gl.constexpr = 64
+    AT_ONCE: gl.constexpr = 2
+    BLOCK: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.SliceLayout(1, BLOCK)
     row = gl.arange(0, M, LAYOUT)
     query_row, is_row = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, M, LAYOUT)
@@ -421,11 +422,14 @@ def _merge(
     for begin in range(SIDE * (R // 2), SIDE * (R // 2) + R // 2, COLUMNS):
         column = begin + gl.arange(0, COLUMNS, gl.SliceLayout(0, BLOCK))
         merged = gl.zeros([M, COLUMNS], gl.float32, BLOCK)
-        for part in range(num_parts):
-            partial = 2 * (first + part) + gl.where(part == 0, 1, 0)
-            lse = gl.load(lses_ptr + partial * M + row, cache_modifier=".cg")
-            part_at = parts_ptr + (partial * M + row).to(gl.int64)[:, None] * R + column[None, :]
-            weight = gl.exp2(lse - lse_of_all)
-            merged += gl.load(part_at, cache_modifier=".cg") * weight[:, None]
+        for start in range(0, num_parts, AT_ONCE):
+            for index in gl.static_range(AT_ONCE):
+                # The last part once more, with the weight 0, where there is none.
+                part = gl.minimum(start + index, num_parts - 1)
+                partial = 2 * (first + part) + gl.where(part == 0, 1, 0)
+                lse = gl.load(lses_ptr + partial * M + row, cache_modifier=".cg")
+                part_at = parts_ptr + (partial * M + row).to(gl.int64)[:, None] * R + column[None, :]
+                weight = gl.where(start + index < num_parts, gl.exp2(lse - lse_of_all), 0.0)
+                merged += gl.load(part_at, cache_modifier=".cg") * weight[:, None]
         out_at = out_ptr + query_row.to(gl.int64)[:, None] * R + column[None, :]
         gl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
