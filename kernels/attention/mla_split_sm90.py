@@ -60,7 +60,7 @@ def _share_of(
 
 @gluon.jit
 def _part_of(tile_starts_ptr, unit, work, work_end, HEAD_BLOCKS: gl.constexpr, IS_WHOLE: gl.constexpr):
-    """Where work lies: the unit's block of heads, the block's first tile in all work, how many it has, and those of
+    """Place of work: the unit's block of heads, the block's first tile in all work, how many it has, and those of
     this program, [tile, last)."""
     unit_begin = gl.load(tile_starts_ptr + unit)
     tiles = gl.load(tile_starts_ptr + unit + 1) - unit_begin
@@ -131,7 +131,7 @@ def _copy(
         kv_end = gl.load(ends_ptr + unit)
         table_ptr = page_tables_ptr + gl.load(slots_ptr + unit).to(gl.int64) * table_stride
         tokens = _tokens(table_ptr, tile * N, kv_end, PAGE_SIZE, N, ROWS)
-        # Where there is no query, results of another one are computed, and not stored.
+        # Results of another query are computed where there is none, and not stored.
         query_row, is_query = _query_rows(members_ptr, unit, head_block, H, HEADS, MEMBERS, 64, ROWS)
         mbarrier.wait(q_empty, (num_parts & 1) ^ 1)
         # They are there with the first tile.

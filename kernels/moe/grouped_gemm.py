@@ -398,7 +398,7 @@ def _blocks_of(w_ENK: torch.Tensor, config: GroupedConfig) -> TensorDescriptor |
 
 
 def fits_tma(w_ENK: torch.Tensor) -> bool:
-    """Whether TMA can read such weights here: every row of them begins at a multiple of 16 bytes."""
+    """True where TMA can read such weights: every row of them begins at a multiple of 16 bytes."""
     row_bytes = w_ENK.shape[2] * w_ENK.element_size()
     is_aligned = row_bytes % 16 == 0 and w_ENK.data_ptr() % 16 == 0
     return is_aligned and (not w_ENK.is_cuda or torch.cuda.get_device_capability(w_ENK.device) >= (9, 0))
