@@ -209,7 +209,7 @@ class TransferCommits:
         outcome, began, transfer_id = Failure.PAGES, self._clock(), regions[0].key.transfer_id
         num_bytes = sum(part.num_bytes for part in parts)
         try:
-            # What was copied ahead took the device's time alone.
+            # Pieces that were copied ahead took the device's time alone.
             ahead_s = 0.0
             if begun is not None:
                 handle = await begun

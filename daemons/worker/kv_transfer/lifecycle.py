@@ -154,7 +154,7 @@ class Reception:
         self._may_write = False
 
     def begin_piece(self) -> bool:
-        """What has come so far is about to be copied to pages, ahead of the last word; False: the transfer is not on
+        """Bytes that have come are about to be copied to pages, ahead of the last word; False: the transfer is not on
         its way. scattered() follows, whatever becomes of it."""
         if self.state is not ReceiveState.WRITING:
             return False
