@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from mesh.test_kv_device import DEVICE, _plan, device_of
-from mesh.test_kv_transfer import Pair, answer_of, error_of, pair
+from mesh.test_kv_transfer import TIMEOUT_S, Pair, answer_of, error_of, pair
 from mesh.test_kv_transports import until
 from mesh.test_late_writers import _ended
 from support.plans import admit, chunk, grant
@@ -300,3 +300,20 @@ async def test_what_a_writer_says_of_its_time_is_bounded(start: dict[str, Any]) 
         else:
             await _ended(answer_of(call))
         assert held.gather_start is None
+
+
+async def test_a_process_that_ends_waits_for_no_copy() -> None:
+    """Its step thread may have ended, and its device be stuck."""
+    async with sending() as sent:
+        device = device_of(sent.both, 1)
+        committing = sent.commit()
+        await until(lambda: sent.num_scattered == 1)
+        device.lands.clear()
+        await sent.finish(2 * CHUNK_TOKENS)
+        await committing
+        [finishing] = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_finish"]  # type: ignore[union-attr]
+        finishing.cancel()
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.wait((finishing,))
+        assert finishing.cancelled()
+        device.lands.set()

@@ -205,31 +205,49 @@ class TransferCommits:
         pieces: ScatteredPieces,
         begun: asyncio.Future[StepHandle[tuple[Failure, float]]] | None,
     ) -> None:
-        """Waits for the scatter; then the regions are read no more."""
-        outcome, began, transfer_id = Failure.PAGES, self._clock(), regions[0].key.transfer_id
-        num_bytes = sum(part.num_bytes for part in parts)
+        """Waits for the scatter; then the regions are read no more. Cancelled, as when the process ends, it waits for
+        nothing: the step thread may have ended."""
+        outcome = Failure.PAGES
         try:
-            # Pieces that were copied ahead took the device's time alone.
-            ahead_s = 0.0
-            if begun is not None:
-                handle = await begun
-                await self._scatters.until(handle.event)
-                outcome, seconds = await self._started(handle.result)
-                self._figures.passed("scatter_on_device", num_bytes, seconds)
-                ahead_s = sum(copied.seconds() for copied in pieces.copies) if outcome is Failure.NONE else 0.0
-                trace("kv_scattered", transfer_id, device_ms=round(1e3 * seconds, 3))
-            else:
-                outcome = await self._done(lambda: scatter(executor, target, parts))
-            self._figures.passed("scatter", num_bytes, self._clock() - began + ahead_s)
+            try:
+                outcome = await self._scattered(executor, target, regions[0].key.transfer_id, parts, pieces, begun)
+            except Exception:
+                # Copies that were launched ahead of the one that failed may run.
+                if pieces.is_granted:
+                    await self._until_copied(pieces)
+                raise
             if outcome is Failure.NONE:
                 self._handed_over(regions)
+            elif pieces.is_granted:
+                await self._until_copied(pieces)
         finally:
-            try:
-                if outcome is not Failure.NONE:
-                    await self._until_copied(pieces)
-            finally:
-                for region in regions:
-                    self._receiver.scattered(region, outcome)
+            for region in regions:
+                self._receiver.scattered(region, outcome)
+
+    async def _scattered(
+        self,
+        executor: StepExecutor,
+        target: Target,
+        transfer_id: str,
+        parts: Sequence[WrittenPart],
+        pieces: ScatteredPieces,
+        begun: asyncio.Future[StepHandle[tuple[Failure, float]]] | None,
+    ) -> Failure:
+        """Outcome of the scatter, once it is over."""
+        num_bytes, began = sum(part.num_bytes for part in parts), self._clock()
+        if begun is None:
+            outcome = await self._done(lambda: scatter(executor, target, parts))
+            self._figures.passed("scatter", num_bytes, self._clock() - began)
+            return outcome
+        handle = await begun
+        await self._scatters.until(handle.event)
+        outcome, seconds = await self._started(handle.result)
+        # Pieces that were copied ahead took the device's time alone.
+        ahead_s = sum(copied.seconds() for copied in pieces.copies) if outcome is Failure.NONE else 0.0
+        self._figures.passed("scatter_on_device", num_bytes, seconds)
+        self._figures.passed("scatter", num_bytes, self._clock() - began + ahead_s)
+        trace("kv_scattered", transfer_id, device_ms=round(1e3 * seconds, 3))
+        return outcome
 
     def _handed_over(self, regions: Sequence[Region]) -> None:
         """Counts what moved behind the prefill, as far as its writers have said."""
