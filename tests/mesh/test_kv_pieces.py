@@ -136,6 +136,19 @@ async def test_all_is_scattered_behind_the_last_word(how: str) -> None:
         assert sent.num_scattered == 1 and (sent.read == KV).all()
 
 
+async def test_a_second_commit_of_a_transfer_is_refused_and_ends_nothing() -> None:
+    async with sending() as sent:
+        committing = sent.commit()
+        await until(lambda: sent.num_scattered == 1)
+        again = [sent.commit(), sent.commit(takes_pieces=False, takes_scattering=False)]
+        await asyncio.sleep(0.05)
+        await sent.finish(2 * CHUNK_TOKENS)
+        answers = [await committing, *[await one for one in again]]
+        assert [isinstance(answer, grpc.aio.AioRpcError) for answer in answers] == [False, True, True]
+        await until(lambda: sent.held.reception.is_over)
+        assert sent.held.reception.state is ReceiveState.VALIDATED and (sent.read == KV).all()
+
+
 async def test_words_that_name_no_place_are_not_counted_as_in_order() -> None:
     async with sending() as sent:
         assert sent.held.num_tokens_in_order() == 2 * CHUNK_TOKENS

@@ -80,9 +80,9 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(slot=slots)
     def copy_a_piece(self, slot: _Slot) -> None:
         """Ahead of the last word."""
-        was_written_to = slot.reception.state is ReceiveState.WRITING
-        assert slot.reception.begin_piece() == was_written_to
-        slot.is_scattering |= was_written_to
+        may_begin = slot.reception.state is ReceiveState.WRITING and not slot.is_scattering
+        assert slot.reception.begin_piece() == may_begin
+        slot.is_scattering |= may_begin
 
     @rule(slot=slots)
     def give_a_commit_up(self, slot: _Slot) -> None:
@@ -94,7 +94,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def commit(self, slot: _Slot) -> None:
-        if slot.reception.begin_scatter():
+        if slot.reception.begin_scatter(has_pieces=slot.is_scattering):
             slot.is_scattering = True
             assert slot.reception.failure is Failure.NONE
 
@@ -177,7 +177,7 @@ def test_a_region_is_nobody_elses_while_a_piece_of_it_is_copied() -> None:
     reception = Reception(10.0, writes_are_seen=True)
     assert not reception.begin_piece(), "nothing has come"
     reception.begin_write("a")
-    assert reception.begin_piece() and reception.begin_piece() and reception.is_read
+    assert reception.begin_piece() and reception.is_read and not reception.begin_piece(), "another commit's"
     assert reception.expire(10.0), "it is on its way yet, and its lease has to be renewed"
     reception.writer_gone("a")
     assert reception.is_quarantined and not reception.begin_piece()

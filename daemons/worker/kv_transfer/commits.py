@@ -107,19 +107,19 @@ class TransferCommits:
         may_be_named = request.takes_scattering and executor.host is None and executor.runner.kv_device is not None
         shares = [region.part for region in regions]
         may_be_named = may_be_named and await self._started(lambda: may_scatter(executor, target, shares))
-        pieces = ScatteredPieces(executor, target, shares, request.epoch, request.after_step)
+        pieces, read = ScatteredPieces(executor, target, shares, request.epoch, request.after_step), set[Region]()
         try:
             if may_be_named and request.takes_pieces and self._piece_bytes:
-                await self._scatter_ahead(request, regions, pieces)
+                await self._scatter_ahead(request, regions, pieces, read)
             await self.until_written(request)
             if self.before_scatter is not None:
                 await self.before_scatter()
             self._check_holder(request.epoch, request.instance_id)
-            parts = self._written_parts(regions, request.epoch)
+            parts = self._written_parts(regions, request.epoch, read)
         except BaseException as error:
             failure = _failure_of(regions)
-            if any(region.reception.is_read for region in regions):
-                await to_the_end(self._give_up(regions, pieces))
+            if read:
+                await to_the_end(self._give_up(read, pieces))
             is_over = isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED
             if not is_over or not pieces.is_granted:
                 raise
@@ -156,10 +156,14 @@ class TransferCommits:
                 await region.change()
 
     async def _scatter_ahead(
-        self, request: worker_pb2.CommitTransferRequest, regions: Sequence[Region], pieces: ScatteredPieces
+        self,
+        request: worker_pb2.CommitTransferRequest,
+        regions: Sequence[Region],
+        pieces: ScatteredPieces,
+        read: set[Region],
     ) -> None:
         """Copies what has come, as it comes. Returns when all regions are written, or one is over, or its pages cannot
-        be written to: that is found again behind the last word."""
+        be written to: that is found again behind the last word. read: gets regions that are copied from."""
         while any(map(_is_on_its_way, regions)) and not any(region.reception.is_over for region in regions):
             changes = [region.change() for region in regions]
             for number, region in enumerate(regions):
@@ -170,8 +174,9 @@ class TransferCommits:
                     continue
                 # With nothing awaited in between: a claim that comes behind this waits for the copy.
                 self._check_holder(request.epoch, request.instance_id)
-                if not region.reception.begin_piece():
+                if region not in read and not region.reception.begin_piece():
                     continue
+                read.add(region)
                 trace("kv_piece_begins", region.key.transfer_id, bytes=num_bytes)
                 if not await self._started(partial(pieces.copy, number, memory, end)):
                     return
@@ -181,14 +186,13 @@ class TransferCommits:
             for change in changes:
                 change.cancel()
 
-    async def _give_up(self, regions: Sequence[Region], pieces: ScatteredPieces) -> None:
+    async def _give_up(self, read: set[Region], pieces: ScatteredPieces) -> None:
         """The transfer is over ahead of its last word. Returns when no copy to its pages runs any more."""
         try:
             await self._until_copied(pieces)
         finally:
-            for region in regions:
-                if region.reception.is_read:
-                    self._receiver.scattered(region, Failure.ABORTED)
+            for region in read:
+                self._receiver.scattered(region, Failure.ABORTED)
 
     async def _until_copied(self, pieces: ScatteredPieces) -> None:
         # On the step thread it is behind a launch that was not waited for.
@@ -261,16 +265,18 @@ class TransferCommits:
         self._figures.passed("hand_over", num_bytes, seconds)
         trace("kv_handed_over", regions[0].key.transfer_id, bytes=num_bytes, ms=round(1e3 * seconds, 3))
 
-    def _written_parts(self, regions: Sequence[Region], epoch: int) -> list[WrittenPart]:
-        """Begins to read them, or none of them. Raises TRANSFER_FAILED."""
+    def _written_parts(self, regions: Sequence[Region], epoch: int, read: set[Region]) -> list[WrittenPart]:
+        """Begins to read them, or none of them. read: those that this commit reads already. Raises TRANSFER_FAILED."""
         for region in regions:
-            if region.memory is None or region.key.epoch != epoch or region.reception.state is not ReceiveState.WRITTEN:
+            is_written = region.reception.state is ReceiveState.WRITTEN
+            is_free = region.reception.is_read == (region in read)
+            if region.memory is None or region.key.epoch != epoch or not is_written or not is_free:
                 name = region.reception.state.name.lower()
                 message = f"the transfer is {name}, not written: prefill again"
                 raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"state": name})
         parts = []
         for region in regions:
-            is_begun = region.reception.begin_scatter()
+            is_begun = region.reception.begin_scatter(has_pieces=region in read)
             memory = region.written
             assert is_begun and memory is not None, region.reception.state
             parts.append(WrittenPart(memory, region.key.stamp(), region.part))

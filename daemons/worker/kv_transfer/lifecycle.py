@@ -154,16 +154,17 @@ class Reception:
         self._may_write = False
 
     def begin_piece(self) -> bool:
-        """Bytes that have come are about to be copied to pages, ahead of the last word; False: the transfer is not on
-        its way. scattered() follows, whatever becomes of it."""
-        if self.state is not ReceiveState.WRITING:
+        """Bytes that have come are about to be copied to pages, ahead of the last word, and more may be while it is
+        WRITING; False: it is not, or somebody else does so. scattered() follows, whatever becomes of it."""
+        if self.state is not ReceiveState.WRITING or self._is_read:
             return False
         self._is_read = True
         return True
 
-    def begin_scatter(self) -> bool:
-        """Pages are about to be written from the region; False: it is not there."""
-        if self.state is not ReceiveState.WRITTEN:
+    def begin_scatter(self, *, has_pieces: bool = False) -> bool:
+        """Pages are about to be written from the region; False: it is not there, or somebody else reads it.
+        has_pieces: the caller began to read it by begin_piece()."""
+        if self.state is not ReceiveState.WRITTEN or self._is_read != has_pieces:
             return False
         self.state, self._is_read = ReceiveState.SCATTERING, True
         return True

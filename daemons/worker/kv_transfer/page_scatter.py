@@ -172,17 +172,18 @@ def _begin_scatter(
 ) -> StepHandle[tuple[Failure, float]] | None:
     """None: the pages, or what is to go there, are not what the caller takes them for."""
     begun = pieces if pieces is not None and pieces.is_granted else None
-    if not begun.are_pages_ours() if begun is not None else _grant(executor, target, parts):
+    is_granted = _grant(executor, target, parts) is Failure.NONE if begun is None else begun.are_pages_ours()
+    if not is_granted:
         return None
-    device, num_tokens = executor.runner.kv_device, len(target.ids)
-    assert device is not None
+    num_tokens = len(target.ids)
     copies: list[Copied] = [] if begun is None else list(begun.copies)
     for number, (memory, _, share) in enumerate(parts):
         if not isinstance(memory, DevicePiece):
             _write(executor.runner, target.pages, num_tokens, memory, share)
             continue
         rest = range(0 if begun is None else begun.num_tokens[number], num_tokens)
-        copies.append(_scatter_tokens(executor, target, memory, share, rest, after_step))
+        if rest:
+            copies.append(_scatter_tokens(executor, target, memory, share, rest, after_step))
 
     def collect() -> tuple[Failure, float]:
         for copied in copies:
