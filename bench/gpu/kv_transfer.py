@@ -1,26 +1,40 @@
 """KV handed over by one process to another: gathered, carried to the other's staging region, scattered.
 
     python bench/gpu/kv_transfer.py --runs 10 > transfer.json
+    python bench/gpu/kv_transfer.py --devices 0 1 --pieces 1 2 4 8 --tokens 2048 4096 8192 --both-ways
+    python bench/gpu/kv_transfer.py --backend cpu --shapes tiny --tokens 1024 --pieces 1 4 --runs 3
 
-Two processes, on two GPUs where the machine has them, otherwise on one. The receiver's region is memory of its GPU that
-the sender has mapped (CUDA IPC). Ways: `direct`: the gather kernel writes to the region; `staged`: it writes to memory
-of the sender, which one copy carries over; `rows`: an index operation a layer and plane, as torch has it, then one
-copy; `host`: through pinned memory that both processes map, where /dev/shm has room. Times are medians, on one clock:
-from when the sender begins until the receiver has compared the stamps behind its scatter; messages between the
-processes (a pipe) are part of it. gb_s: bytes of KV a second, both copies included. The receiver's KV is compared with
-the sender's, byte for byte. --results: file of what is known so far, after each case.
+Two processes, one for each of --devices (default: two GPUs where the machine has them, otherwise one that both use).
+They copy as workers do, by the same class: a region is plain memory of the receiver's GPU that the sender maps by its
+CUDA IPC handle, gathers run on a stream of high priority, scatters on another, and threads wait for their events. Ways:
+`direct`: the gather kernel writes to the region; `staged`: it writes to memory of the sender, which one copy carries
+over; `rows`: an index operation a layer and plane, as torch has it, then one copy; `host`: through pinned memory that
+both processes map, where /dev/shm has room.
+
+--pieces: a transfer is cut into as many; each is told as it is there, and is scattered while the next is gathered. 1:
+one behind the other. --both-ways: also with one transfer in each direction at the same time (`direct` alone).
+
+Times are medians, on the host's monotonic clock: from when the sender begins until the receiver has compared the stamps
+behind its scatter; messages between the processes (a pipe) are part of it. gb_s: bytes of KV a second, both copies
+included; both ways: of both transfers together, from the first begin to the last end. gather_ms and scatter_ms: device
+time of the copies. The receiver's KV is compared with the sender's. --results: file of what is known so far, after each
+case.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import itertools
 import json
 import os
 import shutil
 import statistics
+import struct
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -28,16 +42,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import numpy as np
 import torch
 from gpu.kept import Kept
 from torch import multiprocessing
 
-from radixmesh.kernels.kv_copy import gather_rows, scatter_rows, token_bytes_of
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice
+from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
+from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory, PeerMemory
+from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
+from radixmesh.daemons.worker.step_handle import DONE
 
-_STAMP_BYTES = 32
 _POOL_TOKENS = 16384
+_WARM_UP = 2
 _MIB = 1 << 20
+# As in a worker whose threads wait for events.
+_SWITCH_S = 0.0002
+_END = struct.Struct("<q?d")
+"""Of a transfer, at its receiver: time, whether its stamps are right, seconds of the scatter."""
 
 
 class Shape(NamedTuple):
@@ -46,15 +74,21 @@ class Shape(NamedTuple):
     layers: int
     rows: tuple[int, ...]
 
-    def planes(self, device: torch.device, *, is_filled: bool) -> list[torch.Tensor]:
-        """A pool."""
-        planes = [torch.zeros(self.layers, _POOL_TOKENS, row, dtype=torch.bfloat16, device=device) for row in self.rows]
-        for plane in planes if is_filled else ():
-            plane.normal_()
-        return planes
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * sum(self.rows)
+
+    @property
+    def layout(self) -> KvLayout:
+        planes = tuple(KvPlane(name=f"p{number}", row_shape=(row,)) for number, row in enumerate(self.rows))
+        return KvLayout(num_layers=self.layers, planes=planes)
 
 
-SHAPES = {"llama-3.1-8b": Shape(32, (1024, 1024)), "deepseek-v2-lite": Shape(27, (576,))}
+SHAPES = {
+    "llama-3.1-8b": Shape(32, (1024, 1024)),
+    "deepseek-v2-lite": Shape(27, (576,)),
+    "tiny": Shape(2, (64, 64)),
+}
 
 
 class Case(NamedTuple):
@@ -62,191 +96,322 @@ class Case(NamedTuple):
     num_tokens: int
     page_size: int
     way: str
+    pieces: int = 1
+    both_ways: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_tokens * SHAPES[self.shape].token_bytes
+
+    def tokens_of_pieces(self) -> list[slice]:
+        """Of whole chunks of a region."""
+        step = -(-self.num_tokens // (self.pieces * CHUNK_TOKENS)) * CHUNK_TOKENS
+        return [slice(start, min(start + step, self.num_tokens)) for start in range(0, self.num_tokens, step)]
 
 
-def indexes_of(case: Case, seed: int, device: torch.device) -> torch.Tensor:
-    """int32 numbers of tokens in scattered pages."""
-    pages = torch.randperm(_POOL_TOKENS // case.page_size, generator=torch.Generator().manual_seed(seed))
-    tokens = pages[:, None] * case.page_size + torch.arange(case.page_size)
-    return tokens.flatten()[: case.num_tokens].int().to(device)
+class Told(NamedTuple):
+    """One transfer, as its sender knows it. Nanoseconds of the host's monotonic clock; seconds of its copies."""
+
+    began_ns: int
+    ended_ns: int
+    gather_s: float
+    scatter_s: float
 
 
-def on_host(name: str, num_bytes: int) -> tuple[SharedMemory, torch.Tensor]:
-    """Shared memory by that name, pinned."""
-    memory = SharedMemory(name)
-    tensor = torch.frombuffer(memory.buf, dtype=torch.uint8)[:num_bytes]
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
-    assert int(error) == 0, error
-    return memory, tensor
+class End:
+    """A process with a pool on its device, and memory of region_bytes for what comes. host: memory of both processes,
+    which is pinned."""
 
+    def __init__(self, backend: str, number: int, region_bytes: int, host: SharedMemory | None) -> None:
+        self.device: Device
+        self._memory: PeerMemory
+        if backend == "cuda":
+            self.device, self._memory = CudaDevice(number), CudaPeerMemory("bench", "the GPUs cannot reach each other")
+        else:
+            from support.host_peer_memory import HostPeerMemory
 
-def receive(pipe: Connection, name: str, host_bytes: int, device_index: int) -> None:
-    """The receiving process: prepares a region for each case, scatters what comes."""
-    device = torch.device("cuda", device_index)
-    torch.cuda.set_device(device)
-    memory, host = on_host(name, host_bytes)
-    while (case := pipe.recv()) is not None:
-        planes = SHAPES[case.shape].planes(device, is_filled=False)
-        size = case.num_tokens * token_bytes_of(planes)
-        region = torch.zeros(size + 2 * _STAMP_BYTES, dtype=torch.uint8, device=device)
-        indexes = indexes_of(case, 2, device)
-        body = region[_STAMP_BYTES:-_STAMP_BYTES]
-        scatter_rows(planes, indexes, body)  # Compiled before it is timed.
-        torch.cuda.synchronize()
-        pipe.send(region)
-        while (stamp := pipe.recv()) is not None:
+            self.device, self._memory = HostDevice(), HostPeerMemory()
+        self._is_gpu, self._host = backend == "cuda", host
+        self._host_address = ctypes.addressof(ctypes.c_char.from_buffer(host.buf)) if host is not None else 0
+        if host is not None and self._is_gpu:
+            error = torch.cuda.cudart().cudaHostRegister(self._host_address, host.size, 0)
+            assert int(error) == 0, error
+        with self.device.in_order():
+            self._address = self._memory.allocate(region_bytes)
+            self.handle = self._memory.handle(self._address)
+        self._own = torch.zeros(region_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        self.kv: PoolDevice
+        self.pool: KvPool
+
+    def reach(self, handle: bytes) -> None:
+        """The other end's region, mapped for this device."""
+        with self.device.in_order():
+            self._target = self._memory.open(handle)
+
+    @torch.inference_mode()
+    def begin(self, case: Case) -> None:
+        """A pool of random KV, and the case's tokens: those to send, and those to receive to."""
+        self.kv = self.pool = None  # type: ignore[assignment]
+        if self._is_gpu:
+            torch.cuda.empty_cache()
+        self.pool = KvPool(
+            SHAPES[case.shape].layout,
+            num_pages=2 * max(_POOL_TOKENS, case.num_tokens) // case.page_size,
+            page_size=case.page_size,
+            dtype=torch.bfloat16,
+            device=self.device.torch_device,
+        )
+        for plane in self.pool.planes.values():
+            plane.normal_()
+        self.kv = PoolDevice(self.device, self.pool, self._memory)
+        pages = np.random.default_rng(22).permutation(self.pool.num_pages).astype(np.int32)
+        tokens = (pages[:, None] * np.int32(case.page_size) + np.arange(case.page_size, dtype=np.int32)).reshape(-1)
+        self.sources, self.targets = tokens[: case.num_tokens], tokens[-case.num_tokens :]
+        if self._is_gpu:
+            torch.cuda.synchronize()
+
+    def send(self, case: Case, words: Connection, stamp: bytes) -> Told:
+        """One transfer. The receiver is ready; it is told of each piece."""
+        target = DevicePiece(self._target, case.kv_bytes + 2 * STAMP_BYTES)
+        self.kv.write(target.address, stamp)
+        words.send_bytes(stamp)
+        words.recv_bytes()
+        pieces, token_bytes = case.tokens_of_pieces(), self.pool.token_bytes
+        began_ns = time.monotonic_ns()
+        copies = [
+            self._carry(case, self.sources[piece], target.part(STAMP_BYTES + piece.start * token_bytes, num_bytes))
+            for piece, num_bytes in ((piece, (piece.stop - piece.start) * token_bytes) for piece in pieces)
+        ]
+        for number, copied in enumerate(copies):
+            copied.event.wait()
+            if number == len(copies) - 1:
+                self.kv.write(target.address + target.num_bytes - STAMP_BYTES, stamp)
+            words.send_bytes(b"piece")
+        ended_ns, is_sound, scatter_s = _END.unpack(words.recv_bytes())
+        assert is_sound, case
+        return Told(began_ns, ended_ns, sum(copied.seconds() for copied in copies), scatter_s)
+
+    def receive(self, case: Case, words: Connection) -> None:
+        """One transfer: each piece is scattered when it is told of."""
+        region = DevicePiece(self._address, case.kv_bytes + 2 * STAMP_BYTES)
+        stamp, token_bytes, copies = words.recv_bytes(), self.pool.token_bytes, []
+        words.send_bytes(b"ready")
+        for piece in case.tokens_of_pieces():
+            words.recv_bytes()
+            body = region.part(STAMP_BYTES + piece.start * token_bytes, (piece.stop - piece.start) * token_bytes)
             if case.way == "host":
-                region.copy_(host[: len(region)], non_blocking=True)
-            scatter_rows(planes, indexes, body)
-            stamps = torch.cat((region[:_STAMP_BYTES], region[-_STAMP_BYTES:])).cpu().numpy().tobytes()
-            now = time.monotonic_ns()
-            pipe.send((now, stamps == stamp + stamp))
-        sums = torch.empty(size, dtype=torch.uint8, device=device)
-        gather_rows(planes, indexes, sums)
-        pipe.send(sums.cpu().numpy().tobytes())
-        pipe.recv()
-        del planes, region, body, sums
-        torch.cuda.empty_cache()
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-    del host
-    memory.close()
+                self._beside(body.address, self._host_address, body.num_bytes).event.wait()
+            copies.append(self.kv.scatter(self.targets[piece], body, None, DONE))
+        for copied in copies:
+            copied.event.wait()
+        tail = region.address + region.num_bytes - STAMP_BYTES
+        is_sound = all(self.kv.read(address, STAMP_BYTES) == stamp for address in (region.address, tail))
+        now_ns = time.monotonic_ns()
+        words.send_bytes(_END.pack(now_ns, is_sound, sum(copied.seconds() for copied in copies)))
 
+    @torch.inference_mode()
+    def checksum(self, tokens: IntArray) -> int:
+        """Of the KV of tokens."""
+        indexes = torch.from_numpy(tokens).to(self.device.torch_device)
+        return zlib.crc32(self.pool.read_tokens(indexes).cpu().numpy().data)
 
-def measure(case: Case, pipe: Connection, host: torch.Tensor, runs: int) -> dict[str, object]:
-    """One case, from the sender's side."""
-    device = torch.device("cuda", 0)
-    planes = SHAPES[case.shape].planes(device, is_filled=True)
-    size = case.num_tokens * token_bytes_of(planes)
-    indexes = indexes_of(case, 1, device)
-    own = torch.zeros(size + 2 * _STAMP_BYTES, dtype=torch.uint8, device=device)
-    pipe.send(case)
-    region = pipe.recv()
-    # A copy lets this GPU reach the other one's memory; a kernel alone may not.
-    region[:1].copy_(own[:1])
-    send = _way(case, planes, indexes, own, region, host)
-    times, gathers, copies = [], [], []
-    for run in range(runs + 2):
-        stamp = os.urandom(_STAMP_BYTES)
-        on_device = torch.frombuffer(bytearray(stamp), dtype=torch.uint8).to(device)
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        began = time.monotonic_ns()
-        send(on_device, events)
-        torch.cuda.synchronize()
-        pipe.send(stamp)
-        ended, is_sound = pipe.recv()
-        assert is_sound, (case, run)
-        if run >= 2:
-            times.append((ended - began) / 1e9)
-            gathers.append(events[0].elapsed_time(events[1]) / 1e3)
-            copies.append(events[1].elapsed_time(events[2]) / 1e3)
-    pipe.send(None)
-    received = torch.frombuffer(bytearray(pipe.recv()), dtype=torch.uint8)
-    expected = torch.empty(size, dtype=torch.uint8, device=device)
-    gather_rows(planes, indexes, expected)
-    assert torch.equal(received, expected.cpu()), case
-    del region, send
-    torch.cuda.ipc_collect()
-    pipe.send(None)
-    median = statistics.median(times)
-    return {
-        **case._asdict(),
-        "mib": round(size / _MIB, 1),
-        "ms": round(1e3 * median, 3),
-        "ms_max": round(1e3 * max(times), 3),
-        "gb_s": round(size / median / 1e9, 1),
-        "gather_ms": round(1e3 * statistics.median(gathers), 3),
-        "copy_ms": round(1e3 * statistics.median(copies), 3),
-    }
+    @torch.inference_mode()
+    def _carry(self, case: Case, indexes: IntArray, target: DevicePiece) -> Copied:
+        """Launches what brings tokens to a region, or to the host's memory."""
+        if case.way == "direct":
+            return self.kv.gather(indexes, target, None)
+        own = DevicePiece(self._own.data_ptr(), target.num_bytes)
+        gathered = self._rows(indexes) if case.way == "rows" else self.kv.gather(indexes, own, None)
+        copied = self._beside(self._host_address if case.way == "host" else target.address, own.address, own.num_bytes)
+        return Copied(copied.event, lambda: gathered.seconds() + copied.seconds())
 
-
-def _way(
-    case: Case,
-    planes: list[torch.Tensor],
-    indexes: torch.Tensor,
-    own: torch.Tensor,
-    region: torch.Tensor,
-    host: torch.Tensor,
-) -> Callable[[torch.Tensor, list[torch.cuda.Event]], None]:
-    target = region if case.way == "direct" else own
-
-    def stamp_all(stamp: torch.Tensor) -> None:
-        target[:_STAMP_BYTES] = stamp
-        target[-_STAMP_BYTES:] = stamp
-
-    def send(stamp: torch.Tensor, events: list[torch.cuda.Event]) -> None:
-        events[0].record()
-        body = target[_STAMP_BYTES:-_STAMP_BYTES]
-        if case.way == "rows":
-            chunks = indexes.long().split(256)
+    def _rows(self, indexes: IntArray) -> Copied:
+        def work() -> None:
+            chunks = torch.from_numpy(indexes).to(self.device.torch_device).long().split(CHUNK_TOKENS)
+            planes = self.pool.copied
             parts = [
                 plane[layer][chunk].flatten() for chunk in chunks for plane in planes for layer in range(len(plane))
             ]
-            body.copy_(torch.cat(parts).view(torch.uint8))
-        else:
-            gather_rows(planes, indexes, body)
-        stamp_all(stamp)
-        events[1].record()
-        if case.way == "host":
-            host[: len(own)].copy_(own, non_blocking=True)
-        elif case.way != "direct":
-            region.copy_(own, non_blocking=True)
-        events[2].record()
+            data = torch.cat(parts).view(torch.uint8)
+            self._own[: len(data)].copy_(data)
 
-    return send
+        start, end = self.device.run_beside(work, DONE, is_urgent=True)
+        return Copied(end, lambda: end.seconds_since(start))
+
+    def _beside(self, target: int, source: int, num_bytes: int) -> Copied:
+        """One copy, behind gathers."""
+
+        def work() -> None:
+            if not self._is_gpu:
+                ctypes.memmove(target, source, num_bytes)
+                return
+            arguments = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            status = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync(*arguments, stream)
+            assert status == 0, f"CUDA error {status}"
+
+        start, end = self.device.run_beside(work, DONE, is_urgent=True)
+        return Copied(end, lambda: end.seconds_since(start))
+
+
+class Channels(NamedTuple):
+    """Of one process: orders and answers, words of transfers that the first process sends, and of those it receives."""
+
+    control: Connection
+    there: Connection
+    back: Connection
+
+
+def serve(channels: Channels, backend: str, number: int, region_bytes: int, host_name: str | None) -> None:
+    """The second process: receives, and sends where both do."""
+    sys.setswitchinterval(_SWITCH_S)
+    host = SharedMemory(host_name) if host_name is not None else None
+    end = End(backend, number, region_bytes, host)
+    channels.control.send(end.handle)
+    end.reach(channels.control.recv())
+    while (case := channels.control.recv()) is not None:
+        end.begin(case)
+        channels.control.send("begun")
+        while channels.control.recv():
+            if not case.both_ways:
+                end.receive(case, channels.there)
+                channels.control.send([])
+                continue
+            with ThreadPoolExecutor(1) as threads:
+                sending = threads.submit(end.send, case, channels.back, os.urandom(STAMP_BYTES))
+                end.receive(case, channels.there)
+                channels.control.send([sending.result()])
+        channels.control.send((end.checksum(end.sources), end.checksum(end.targets)))
+    # Freed with the process: the other one has it mapped.
+
+
+def measure(case: Case, end: End, channels: Channels, runs: int) -> dict[str, object]:
+    """One case, from the first process."""
+    channels.control.send(case)
+    end.begin(case)
+    channels.control.recv()
+    times, gathers, scatters, walls = [], [], [], []
+    for run in range(runs + _WARM_UP):
+        channels.control.send(True)
+        with ThreadPoolExecutor(1) as threads:
+            receiving = threads.submit(end.receive, case, channels.back) if case.both_ways else None
+            told = [end.send(case, channels.there, os.urandom(STAMP_BYTES)), *channels.control.recv()]
+            if receiving is not None:
+                receiving.result()
+        if run >= _WARM_UP:
+            times += [(one.ended_ns - one.began_ns) / 1e9 for one in told]
+            gathers += [one.gather_s for one in told]
+            scatters += [one.scatter_s for one in told]
+            walls.append((max(one.ended_ns for one in told) - min(one.began_ns for one in told)) / 1e9)
+    channels.control.send(False)
+    theirs_sent, theirs_received = channels.control.recv()
+    assert theirs_received == end.checksum(end.sources), case
+    assert not case.both_ways or theirs_sent == end.checksum(end.targets), case
+    num_bytes = case.kv_bytes * (1 + case.both_ways)
+    return {
+        **case._asdict(),
+        "mib": round(case.kv_bytes / _MIB, 1),
+        "ms": round(1e3 * statistics.median(times), 3),
+        "ms_max": round(1e3 * max(times), 3),
+        "gb_s": round(num_bytes / statistics.median(walls) / 1e9, 1),
+        "gather_ms": round(1e3 * statistics.median(gathers), 3),
+        "scatter_ms": round(1e3 * statistics.median(scatters), 3),
+    }
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """As asked for; without --ways, --pieces and --tokens what docs/gpu-results.md has."""
+    if args.pieces or args.tokens or args.ways:
+        tokens, ways, pieces = args.tokens or [4096], args.ways or ["direct"], args.pieces or [1]
+        cases = itertools.starmap(Case, itertools.product(args.shapes, tokens, args.page_sizes, ways, pieces))
+        return [
+            case._replace(both_ways=both_ways)
+            for case in cases
+            for both_ways in ((False, True) if args.both_ways and case.way == "direct" else (False,))
+        ]
+    ways = ("direct", "staged")
+    llama, *_ = SHAPES
+    return [
+        *(Case(llama, 2048, page_size, way) for page_size in (1, 16) for way in ways),
+        *(Case(llama, 8192, 1, way) for way in ways),
+        *(Case(shape, 4096, 1, way) for shape in args.shapes for way in (*ways, "rows", "host")),
+    ]
 
 
 def main() -> None:
     """Prints JSON."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--devices", type=int, nargs=2, default=None, help="numbers of the GPUs, of either process")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-3.1-8b", "deepseek-v2-lite"])
+    parser.add_argument("--ways", nargs="+", choices=("direct", "staged", "rows", "host"), default=[])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], help="of a transfer")
+    parser.add_argument("--page-sizes", type=int, nargs="+", default=[1])
+    parser.add_argument("--pieces", type=int, nargs="+", default=[], help="of a transfer")
+    parser.add_argument("--both-ways", action="store_true", help="transfers in both directions, too")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
     with Kept(args.results) as kept:
-        run(args.runs, kept)
+        run(args, kept)
 
 
-def run(runs: int, kept: Kept) -> None:
+def _devices(args: argparse.Namespace) -> tuple[list[int], str]:
+    """Numbers of the GPUs, and their names. Exits where one cannot reach the other."""
+    if args.backend == "cpu":
+        return [0, 0], "CPU"
     num_gpus = torch.cuda.device_count()
-    cases = [
-        *(Case("llama-3.1-8b", 2048, page_size, way) for page_size in (1, 16) for way in ("direct", "staged")),
-        *(Case("llama-3.1-8b", 8192, 1, way) for way in ("direct", "staged")),
-        *(Case(shape, 4096, 1, way) for shape in SHAPES for way in ("direct", "staged", "rows", "host")),
-    ]
-    host_bytes = 600 * _MIB
+    devices = args.devices or [0, min(1, num_gpus - 1)]
+    if max(devices) >= num_gpus or min(devices) < 0:
+        sys.exit(f"--devices {devices[0]} {devices[1]}: the machine has {num_gpus} GPUs")
+    for one, other in (devices, devices[::-1]):
+        if one != other and not torch.cuda.can_device_access_peer(one, other):
+            sys.exit(f"GPU {one} cannot reach memory of GPU {other}: choose others by --devices")
+    return devices, " and ".join(torch.cuda.get_device_name(number) for number in dict.fromkeys(devices))
+
+
+def run(args: argparse.Namespace, kept: Kept) -> None:
+    devices, names = _devices(args)
+    cases = cases_of(args)
+    sys.setswitchinterval(_SWITCH_S)
+    region_bytes = max(case.kv_bytes for case in cases) + 2 * STAMP_BYTES
+    host_bytes = max((case.kv_bytes for case in cases if case.way == "host"), default=0)
     if shutil.disk_usage("/dev/shm").free < 2 * host_bytes:
-        host_bytes = _MIB
-        cases = [case for case in cases if case.way != "host"]
-    shared = SharedMemory(create=True, size=host_bytes)
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    receiver = context.Process(target=receive, args=(other, shared.name, host_bytes, min(1, num_gpus - 1)))
-    receiver.start()
-    # Without an end here, what waits for a receiver that has failed is told so.
-    other.close()
-    memory, host = on_host(shared.name, host_bytes)
+        cases, host_bytes = [case for case in cases if case.way != "host"], 0
+    host = SharedMemory(create=True, size=host_bytes) if host_bytes else None
     kept.note(
-        command=f"python bench/gpu/kv_transfer.py --runs {runs}",
-        machine=f"{torch.cuda.get_device_name()} x {num_gpus}, {os.cpu_count()} cores",
+        command=" ".join(["python", *sys.argv]),
+        machine=f"{names}, {os.cpu_count()} cores",
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
-        gpus=num_gpus,
+        gpus=len(set(devices)),
+        devices=devices,
     )
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = (Channels(*ends) for ends in zip(*(context.Pipe() for _ in Channels._fields), strict=True))
+    arguments = theirs, args.backend, devices[1], region_bytes, None if host is None else host.name
+    other = context.Process(target=serve, args=arguments)
+    other.start()
+    # Without ends here, what waits for a process that has failed is told so.
+    for channel in theirs:
+        channel.close()
     found: list[dict[str, object]] = []
     try:
+        end = End(args.backend, devices[0], region_bytes, host)
+        ours.control.send(end.handle)
+        end.reach(ours.control.recv())
         for case in cases:
-            found.append(measure(case, pipe, host, runs))
+            found.append(measure(case, end, ours, args.runs))
             kept.note(cases=found)
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-        pipe.send(None)
-        receiver.join(30)
+        ours.control.send(None)
+        other.join(30)
     finally:
-        receiver.kill()
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-        del host
-        # After a failure its frames still have it.
-        with suppress(BufferError):
-            memory.close()
-        shared.unlink()
+        other.kill()
+        if host is not None:
+            # Their addresses are in use until the process ends.
+            with suppress(BufferError):
+                host.close()
+            host.unlink()
 
 
 if __name__ == "__main__":

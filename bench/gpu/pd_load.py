@@ -25,8 +25,9 @@ tokens, by --streams clients.
 
 Weights of a shape are random, and its tokenizer made up. ITL is the time between two messages with tokens of one
 output. transfers: as daemons count them, since their start, failed ones by reason and seconds by stage; sent and
-received from the first chunk on, with the steps of the prefill between chunks. --results: file of what is known so far,
-after each load.
+received from the first chunk on, with the steps of the prefill between chunks. gb_s: GB a second by stage; hand_over:
+of the chunk that moves behind its prefill, gather, scatter and all messages included (with --scheduler
+transfer_chunk_tokens=0 that is the whole prompt). --results: file of what is known so far, after each load.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 _IMPORTS_S = 5.0
 _PROCESSES = 4
 _LOG_FIELDS = ("ts", "level", "daemon", "instance", "logger")
+_BYTES = "radixmesh_kv_transfer_bytes_total{"
 _MOST_FIRST_S, _MOST_GAP_S = 1.0, 0.020
 _EXTRA = """
   {name}: &{name}
@@ -201,9 +203,9 @@ async def _transfers(mesh: Mesh, args: argparse.Namespace) -> dict[str, object]:
     return told
 
 
-def _kv_figures(found: dict[str, float]) -> dict[str, float]:
-    """Of transfers, among a daemon's metrics: counts, failures by reason, bytes and seconds by stage."""
-    return {
+def _kv_figures(found: dict[str, float]) -> dict[str, object]:
+    """Of transfers, among a daemon's metrics: counts, failures by reason, bytes and seconds by stage, and rates."""
+    figures: dict[str, object] = {
         key.removeprefix("radixmesh_kv_"): round(value, 4)
         for key, value in found.items()
         if key.startswith(("radixmesh_kv_transfer", "radixmesh_kv_arrival", "radixmesh_kv_reservation"))
@@ -211,6 +213,9 @@ def _kv_figures(found: dict[str, float]) -> dict[str, float]:
         and "_created" not in key
         and value
     }
+    seconds = {key: found[key.replace("_bytes_total", "_seconds_sum")] for key in found if _BYTES in key}
+    rates = {key.split('"')[1]: found[key] / seconds[key] / 1e9 for key in seconds if seconds[key]}
+    return {**figures, "gb_s": {stage: round(rate, 3) for stage, rate in rates.items()}} if rates else figures
 
 
 async def _hand_over(mesh: Mesh, args: argparse.Namespace, layout: str) -> dict[str, object]:

@@ -141,6 +141,8 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
         kv = reply.transfers
         load += f", KV {kv.num_sending} sending {kv.num_receiving} receiving, {kv.num_failed} failed"
         load += f", {kv.quarantined_bytes} bytes quarantined" if kv.quarantined_bytes else ""
+        rate = 1e-3 * kv.hand_over_bytes / kv.hand_over_us if kv.hand_over_us else 0.0
+        load += f", hand-overs at {rate:.3g} GB/s" if rate else ""
         figures |= {
             "kv_sending": kv.num_sending,
             "kv_receiving": kv.num_receiving,
@@ -149,7 +151,10 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
             "kv_sent": kv.num_sent,
             "kv_received": kv.num_received,
             "kv_failed": kv.num_failed,
+            "kv_hand_over_bytes": kv.hand_over_bytes,
         }
+        if rate:
+            figures["kv_hand_over_gb_s"] = round(rate, 3)
     return _Answer(reply.highest_epoch, load, figures)
 
 

@@ -43,6 +43,9 @@ def run(arguments: list[str]) -> int:
         return 0
     print(f"sending {counts.num_sending}, receiving {counts.num_receiving}, staging {counts.staging_bytes} bytes")
     print(f"since the start: sent {counts.num_sent}, received {counts.num_received}, failed {counts.num_failed}")
+    if counts.hand_over_us:
+        rate = 1e-3 * counts.hand_over_bytes / counts.hand_over_us
+        print(f"behind prefills: {counts.hand_over_bytes} bytes at {rate:.3g} GB/s, gather and scatter included")
     print("\n  ".join([f"quarantined {counts.quarantined_bytes} bytes", *counts.quarantined]))
     return 0
 

@@ -52,6 +52,7 @@ class WorkerDaemon(Daemon):
                 record_plans=settings.record_plans,
                 predecessor_end=settings.predecessor_end,
                 transfer_staging_bytes=settings.transfer_staging_bytes,
+                transfer_piece_bytes=settings.transfer_piece_bytes,
             ),
             runtime.progress,
             runtime.metrics,

@@ -70,6 +70,9 @@ class WorkerSettings(CommonSettings):
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip
+    transfer_piece_bytes: int = setting(64 * _MIB, "bytes of that KV in one copy of the device, at least, where it "
+        "moves behind its prefill: one piece is scattered while the next is gathered; 0: all is copied at once"
+        )  # fmt: skip
     kv_store: str = setting("", "where KV that is in host memory is kept for restarts and replicas: "
         "disk:///FOLDER?budget=100GiB, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, nixl-file:///FOLDER?budget=10TiB, "
         "nixl-obj://BUCKET/PREFIX or mooncake://HOST:PORT; empty: nowhere")  # fmt: skip
@@ -170,6 +173,8 @@ class WorkerSettings(CommonSettings):
                 "alone has it so far")  # fmt: skip
         if self.transfer_staging_bytes < 0:
             raise ValueError(f"{_flag('transfer_staging_bytes')} must be >= 0, not {self.transfer_staging_bytes}")
+        if self.transfer_piece_bytes < 0:
+            raise ValueError(f"{_flag('transfer_piece_bytes')} must be >= 0, not {self.transfer_piece_bytes}")
         if self.host_kv_bytes < 0:
             raise ValueError(f"{_flag('host_kv_bytes')} must be >= 0, not {self.host_kv_bytes}")
         if self.host_kv_bytes and self.transfer_staging_bytes:

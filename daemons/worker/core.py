@@ -91,6 +91,7 @@ class WorkerCore:
         self.transfers = KvTransfers(
             instance_id,
             staging_bytes=config.transfer_staging_bytes,
+            piece_bytes=config.transfer_piece_bytes,
             transport=transport,
             run=self._queue.run,
             start=self._queue.start,

@@ -21,4 +21,6 @@ class CoreConfig:
     record_plans: Path | None = None
     transfer_staging_bytes: int = 0
     """KV on its way to and from other workers; 0: there are no transfers."""
+    transfer_piece_bytes: int = 0
+    """Of that KV in one copy of the device, at least; 0: all is copied at once."""
     predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN

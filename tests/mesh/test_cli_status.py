@@ -35,7 +35,14 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         what = worker_pb2.Capabilities(backend="cpu", num_slots=8, num_pages=100, rank=1, world_size=2)
         what.layout.MergeFrom(worker_pb2.RankLayout(tp_rank=1, tp_size=2, dp_size=1, ep_rank=1, ep_size=2))
         what.group_generation = 3
-        transfers = worker_pb2.TransferCounts(num_sending=2, num_receiving=1, quarantined_bytes=64, num_failed=3)
+        transfers = worker_pb2.TransferCounts(
+            num_sending=2,
+            num_receiving=1,
+            quarantined_bytes=64,
+            num_failed=3,
+            hand_over_bytes=500_000_000,
+            hand_over_us=2_000,
+        )
         return worker_pb2.GetCapabilitiesResponse(highest_epoch=6, capabilities=what, transfers=transfers)
 
 
@@ -71,7 +78,7 @@ async def test_every_kind_of_daemon_is_recognised_by_its_services():
     assert scheduler == ("serving", 7, load)
     worker = await report_of(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
     load = "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2 ep 1/2), generation 3, KV 2 sending 1 receiving, 3 failed"
-    assert worker == ("serving", 6, f"{load}, 64 bytes quarantined")
+    assert worker == ("serving", 6, f"{load}, 64 bytes quarantined, hand-overs at 250 GB/s")
     router = await report_of(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdmin())
     assert router == ("serving", None, "5 running, schedulers 1 of 2 connected")
     assert await report_of() == ("serving", None, "")
@@ -84,6 +91,12 @@ async def test_figures_for_programs_are_numbers():
     finally:
         await server.stop(0)
     assert figures["expert_balancedness"] == 0.913 and figures["free_pages"] == 60
+    server, address = await start_server(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
+    try:
+        figures = (await ask_daemon(address, 5.0)).figures
+    finally:
+        await server.stop(0)
+    assert figures["kv_hand_over_bytes"] == 500_000_000 and figures["kv_hand_over_gb_s"] == 250.0
 
 
 async def test_a_daemon_that_does_not_serve_says_why():

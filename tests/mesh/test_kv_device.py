@@ -115,7 +115,7 @@ async def test_a_writer_is_not_done_before_all_is_written() -> None:
         region, transport = await both.prepare(), both.core(0).transfers.transport
         with pytest.raises(MeshError, match="failed"):
             async with transport.open(both.workers[1].address, region, "w") as writer:
-                await writer.placed(region.num_bytes - 1)
+                await writer.placed(0, region.num_bytes - 1)
                 await writer.done(0)
         assert (await both.last_state()).failure == Failure.BAD_WRITE
 

@@ -110,9 +110,15 @@ class Pair:
 
 @asynccontextmanager
 async def pair(
-    backend: str = "simulated", sizes: tuple[int, int] = (1, 1), *, has_devices: bool = False, **fields: object
+    backend: str = "simulated",
+    sizes: tuple[int, int] = (1, 1),
+    *,
+    num_tokens: int = 256,
+    has_devices: bool = False,
+    **fields: object,
 ) -> AsyncIterator[Pair]:
-    """has_devices: stand-ins for GPUs, between which the transport `device` carries KV."""
+    """num_tokens: of each worker's pages. has_devices: stand-ins for GPUs, between which the transport `device` carries
+    KV."""
     values: dict[str, object] = {"backend": Backend.SIMULATED, "simulated_vocab_size": 500}
     if backend == "cpu":
         values = {"backend": Backend.CPU, "model": MODEL, "cpu_threads": 1}
@@ -122,7 +128,7 @@ async def pair(
             stack.enter_context(workers_have_devices())
         workers, clients = [], []
         for name, size in zip("pd", sizes, strict=True):
-            settings = WorkerSettings(page_size=size, num_pages=256 // size, **values)  # type: ignore[arg-type]
+            settings = WorkerSettings(page_size=size, num_pages=num_tokens // size, **values)  # type: ignore[arg-type]
             worker = await stack.enter_async_context(running(WorkerDaemon, settings, instance_id=f"worker-{name}"))
             client = await stack.enter_async_context(WorkerClient(worker.address, name))
             await client.hold(1)

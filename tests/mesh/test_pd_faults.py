@@ -37,6 +37,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 HELD = {
     "reserved": "worker",
     "writing": "worker-prefill",
+    "piece": "worker",
     "written": "worker",
     "scattering": "worker",
     "validated": "worker",
@@ -52,26 +53,35 @@ class Cell(NamedTuple):
 
 
 @asynccontextmanager
-async def held_mesh(transport: str, *, has_devices: bool = False, **of_worker: object) -> AsyncIterator[Mesh]:
+async def held_mesh(
+    transport: str, *, has_devices: bool = False, has_pieces: bool = False, **of_worker: object
+) -> AsyncIterator[Mesh]:
     """Prompts of 100 tokens and more take 0.4 s and more, transfers wait in all phases. of_worker: settings of the
     decode side's. has_devices: steps and copies of KV run beside the host, and plans name pages that are scattered to.
+    has_pieces: what is there ahead of the last word is scattered then; for prompts of 512 tokens and more.
     """
     common = {"backend": "simulated", "metrics_listen": "0.0.0.0:9100", "transfer_transport": transport}
     if has_devices:
         common |= {"simulated_device": "true", "simulated_copied_token_us": 100.0}
     holds = {name: [f"{phase}%1:{HOLD_MS}" for phase, at in HELD.items() if at == name] for name in WORKERS}
     slow = {"simulated_base_us": 100_000.0, "max_tokens_per_step": 32}
+    prefill = {"check_invariants": "true"}
+    if has_pieces:
+        common |= {"transfer_piece_bytes": 1, "simulated_copied_token_us": 20.0}
+        slow["max_tokens_per_step"], prefill["transfer_chunk_tokens"] = 128, "256"
     services = {
         "worker-prefill": {**common, **slow, "faults": ",".join(holds["worker-prefill"])},
-        "scheduler-prefill": {"check_invariants": "true"},
+        "scheduler-prefill": prefill,
     }
     worker = {**common, "simulated_base_us": 8_000.0, "faults": ",".join(holds["worker"]), **of_worker}
     async with running_mesh("pd", worker=worker, services=services) as mesh:
         yield mesh
 
 
-def jobs_of(seed: int) -> list[Job]:
-    """Prompts that no cache has."""
+def jobs_of(seed: int, *, are_long: bool = False) -> list[Job]:
+    """Prompts that no cache has. are_long: three chunks of staging and more."""
+    if are_long:
+        return simulated_jobs(3 * NUM_STREAMS, num_tokens=100, seed=seed, prompt_lens=(560, 760))
     jobs = [job for job in simulated_jobs(40, num_tokens=200, seed=seed) if len(job.prompt or "") >= 100]
     return [job for job in jobs if not isinstance(job.prompt, str)][: 3 * NUM_STREAMS]
 
@@ -121,7 +131,7 @@ async def nothing_is_left(mesh: Mesh) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
+async def run_cell(mesh: Mesh, cell: Cell, seed: int, *, are_long: bool = False) -> float:
     """Longest stall of a stream in seconds."""
     before = frozenset(mesh.cluster.recent_lines(HELD.get(cell.phase, "worker")))
     restarts = mesh.cluster.status(cell.service).restarts
@@ -130,7 +140,7 @@ async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
         return status.restarts > restarts and status.state is ProcessState.HEALTHY
 
     began = time.monotonic()
-    async with StreamLoad(mesh.client, jobs_of(seed), num_streams=NUM_STREAMS) as load:
+    async with StreamLoad(mesh.client, jobs_of(seed, are_long=are_long), num_streams=NUM_STREAMS) as load:
         await reach(mesh, load, cell.phase, before, began)
         killed = time.monotonic()
         assert mesh.cluster.kill(cell.service, 1, cell.number), f"{cell.service} does not run"
@@ -146,24 +156,29 @@ async def run_cell(mesh: Mesh, cell: Cell, seed: int) -> float:
 
 
 async def run_cells(
-    cells: Sequence[Cell], transport: str = "device", *, has_devices: bool = False, **of_worker: object
+    cells: Sequence[Cell],
+    transport: str = "device",
+    *,
+    has_devices: bool = False,
+    has_pieces: bool = False,
+    **of_worker: object,
 ) -> None:
-    async with held_mesh(transport, has_devices=has_devices, **of_worker) as mesh:
+    async with held_mesh(transport, has_devices=has_devices, has_pieces=has_pieces, **of_worker) as mesh:
         for index, cell in enumerate(cells):
-            stall = await run_cell(mesh, cell, SEED + index)
+            stall = await run_cell(mesh, cell, SEED + index, are_long=has_pieces)
             print(f"{cell.service} {cell.number.name} {cell.phase}: longest stall {stall:.2f} s", flush=True)
             # A writer that cannot reach a region by its own transport sends over gRPC.
             lines = mesh.cluster.recent_lines("worker-prefill")
             assert not any("nixl_does_not_lead_there" in line for line in lines), cell
         # KV did come over: the answers alone would not show it.
-        await serve_one(mesh)
+        await serve_one(mesh, are_long=has_pieces)
 
 
-async def serve_one(mesh: Mesh) -> None:
+async def serve_one(mesh: Mesh, *, are_long: bool = False) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         for seed in itertools.count(1_000):
             before = (await state_of(mesh, "scheduler")).num_kv_arrived
-            (job, *_) = jobs_of(seed)
+            (job, *_) = jobs_of(seed, are_long=are_long)
             assert await job.run(mesh.client) == job.answers
             if (await state_of(mesh, "scheduler")).num_kv_arrived > before:
                 return
@@ -178,6 +193,22 @@ async def test_daemons_that_die_in_the_middle_of_a_transfer() -> None:
             Cell("scheduler", KILL, "written"),
         ]
     )
+
+
+@pytest.mark.timeout(240)
+async def test_daemons_that_die_between_two_pieces_of_a_transfer() -> None:
+    """A part of its KV is in pages of the decode side by then, which nobody has been told of."""
+    cells = [Cell(service, KILL, "piece") for service in ("worker-prefill", "scheduler")]
+    await run_cells(cells, has_devices=True, has_pieces=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["sigkill", "sigstop"])
+async def test_every_daemon_between_two_pieces(number: signal.Signals) -> None:
+    cells = [Cell(service, number, phase) for service in DAEMONS for phase in ("piece", "written")]
+    random.Random(SEED).shuffle(cells)
+    await run_cells(cells, has_devices=True, has_pieces=True)
 
 
 @pytest.mark.full

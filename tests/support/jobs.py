@@ -113,7 +113,9 @@ def sampled_recitations() -> list[Job]:
     ]
 
 
-def simulated_jobs(num: int, *, num_tokens: int = 300, seed: int = 5) -> list[Job]:
+def simulated_jobs(
+    num: int, *, num_tokens: int = 300, seed: int = 5, prompt_lens: tuple[int, int] = (5, 200)
+) -> list[Job]:
     """Made-up prompts for a simulated worker on the tiny model's vocabulary, outputs of num_tokens / 2 to num_tokens.
 
     Every second prompt is a text, for the tokenizer; every fourth request has n = 2 and is sampled.
@@ -123,7 +125,7 @@ def simulated_jobs(num: int, *, num_tokens: int = 300, seed: int = 5) -> list[Jo
     random = np.random.default_rng(seed)
     jobs = []
     for number in range(num):
-        prompt_ids = random.choice(alphabet.ordinary, int(random.integers(5, 200))).tolist()
+        prompt_ids = random.choice(alphabet.ordinary, int(random.integers(*prompt_lens))).tolist()
         prompt: str | list[int] = prompt_ids
         if number % 2:
             prompt = tokenizer.decode(prompt_ids)

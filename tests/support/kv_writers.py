@@ -33,7 +33,7 @@ def write_by_nixl(address: str, pipe) -> None:
                 while True:
                     await asyncio.sleep(0.05)
                     await writer.write(0, np.full(0, 7, np.uint8))
-                    await writer.words.wrote(1)
+                    await writer.words.wrote(0, 1)
         except MeshError:
             pipe.send("refused")
         await asyncio.sleep(60)
@@ -53,7 +53,7 @@ def write_to_device(address: str, pipe) -> None:
                 piece = writer.place(0, 100)
                 assert piece is not None
                 device.write(piece.address, b"late" * 25)
-                await writer.placed(100)
+                await writer.placed(0, 100)
                 pipe.send("placed")
                 await asyncio.to_thread(pipe.recv)
         except MeshError:

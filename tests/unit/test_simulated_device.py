@@ -18,7 +18,13 @@ from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
-from radixmesh.daemons.worker.kv_transfer.page_io import Target, WrittenPart, begin_scatter, may_scatter
+from radixmesh.daemons.worker.kv_transfer.page_scatter import (
+    ScatteredPieces,
+    Target,
+    WrittenPart,
+    begin_scatter,
+    may_scatter,
+)
 from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.files.plan_dump import PlanDump
@@ -132,6 +138,62 @@ def test_a_scatter_that_may_not_be_is_known_ahead_and_ends_the_epoch_if_it_was_p
     assert refused.value.reason == ErrorReason.ERROR_REASON_TRANSFER_FAILED
     executor.begin_epoch(2)
     executor.launch(prompt_plan(1, epoch=2)).result()
+
+
+def pieces_of(executor: StepExecutor, kv: bytes) -> tuple[ScatteredPieces, Target, WrittenPart]:
+    """Of a transfer of the prompt's first 16 tokens to pages 40 to 55, none of them copied yet."""
+    device = executor.runner.kv_device
+    assert device is not None
+    address = device.allocate(len(kv) + 2 * STAMP_BYTES)
+    device.write(address, STAMP + kv + STAMP)
+    target = Target(
+        pages=as_ints(range(40, 56)), generations=as_ints([1] * 16), previous_page=-1, ids=as_ints(PROMPT[:16]),
+        namespace="",
+    )  # fmt: skip
+    part = WrittenPart(device.open(device.handle(address)), STAMP, WHOLE_KV)
+    return ScatteredPieces(executor, target, [WHOLE_KV], 1, 0), target, part
+
+
+def test_pieces_that_are_copied_ahead_are_named_behind_the_last_one() -> None:
+    executor = executor_of()
+    executor.begin_epoch(1)
+    first = executor.launch(prompt_plan(1)).result()
+    kv = executor.runner.read_kv(as_ints(range(16))).tobytes()
+    pieces, target, part = pieces_of(executor, kv)
+    assert pieces.copy(0, part.memory, 4) and pieces.copy(0, part.memory, 12)
+    assert not executor.records.filled[40:56].any(), "nobody may read them"
+    with pytest.raises(MeshError):
+        executor.launch(named_plan(2))
+    rest = begin_scatter(executor, target, [part], 0, may_be_named=True, pieces=pieces)
+    behind = executor.launch(named_plan(2)).result()
+    assert behind.device_start_ns >= rest.event.end_ns and behind.ids.tolist()[-1] == first.ids[0]
+    assert executor.runner.read_kv(target.pages).tobytes() == kv and executor.arriving.is_empty
+    failure, seconds = rest.result()
+    assert failure is Failure.NONE and seconds == pytest.approx(COPY_US * 1e-6), "of all pieces"
+
+
+@pytest.mark.parametrize("how", ["granted", "epoch"])
+def test_pages_that_are_another_s_wait_for_a_piece_and_take_no_more(how: str) -> None:
+    executor = executor_of()
+    executor.begin_epoch(1)
+    pieces, target, part = pieces_of(executor, bytes(16 * executor.runner.kv_token_bytes))
+    assert pieces.copy(0, part.memory, 8)
+    [copied] = pieces.copies
+    assert not copied.event.is_done
+    if how == "epoch":
+        executor.begin_epoch(2)
+    else:
+        plan = StepPlan(
+            epoch=1, step_id=1, admits=(admit(0, PROMPT),), grants=(grant(0, range(40, 60)),), chunks=(chunk(0, 17),)
+        )
+        executor.launch(plan)
+    assert copied.event.is_done and executor.arriving.is_empty
+    executor.finish_all()
+    before = executor.runner.read_kv(target.pages).tobytes()
+    assert not pieces.copy(0, part.memory, 16)
+    # It was not promised to anybody.
+    assert begin_scatter(executor, target, [part], 0, pieces=pieces).result() == (Failure.PAGES, 0.0)
+    assert executor.runner.read_kv(target.pages).tobytes() == before and executor.arriving.error is None
 
 
 @pytest.mark.parametrize("has_next", [False, True])

@@ -78,14 +78,29 @@ class TransferMachine(RuleBasedStateMachine):
         slot.reception.bad_write("a")
 
     @rule(slot=slots)
+    def copy_a_piece(self, slot: _Slot) -> None:
+        """Ahead of the last word."""
+        may_begin = slot.reception.state is ReceiveState.WRITING and not slot.is_scattering
+        assert slot.reception.begin_piece() == may_begin
+        slot.is_scattering |= may_begin
+
+    @rule(slot=slots)
+    def give_a_commit_up(self, slot: _Slot) -> None:
+        """Its copies have run; the rest will not be asked for."""
+        if slot.is_scattering and slot.reception.state is not ReceiveState.SCATTERING:
+            slot.is_scattering = False
+            slot.reception.scattered(Failure.ABORTED)
+            assert slot.reception.is_over
+
+    @rule(slot=slots)
     def commit(self, slot: _Slot) -> None:
-        if slot.reception.begin_scatter():
+        if slot.reception.begin_scatter(has_pieces=slot.is_scattering):
             slot.is_scattering = True
             assert slot.reception.failure is Failure.NONE
 
     @rule(slot=slots, failure=st.sampled_from([Failure.NONE, Failure.STAMP]))
     def scattered(self, slot: _Slot, failure: Failure) -> None:
-        if slot.is_scattering:
+        if slot.is_scattering and slot.reception.state not in (ReceiveState.WRITING, ReceiveState.WRITTEN):
             slot.is_scattering = False
             slot.reception.scattered(failure)
 
@@ -156,6 +171,18 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
     reception.writer_gone("a")
     reception.abort()
     assert (reception.state, reception.failure) == (ReceiveState.FAILED, Failure.WRITER_GONE)
+
+
+def test_a_region_is_nobody_elses_while_a_piece_of_it_is_copied() -> None:
+    reception = Reception(10.0, writes_are_seen=True)
+    assert not reception.begin_piece(), "nothing has come"
+    reception.begin_write("a")
+    assert reception.begin_piece() and reception.is_read and not reception.begin_piece(), "another commit's"
+    assert reception.expire(10.0), "it is on its way yet, and its lease has to be renewed"
+    reception.writer_gone("a")
+    assert reception.is_quarantined and not reception.begin_piece()
+    reception.scattered(Failure.ABORTED)
+    assert reception.is_memory_free and reception.failure is Failure.LEASE_EXPIRED
 
 
 def test_an_abort_during_the_scatter_waits_for_it() -> None:

@@ -413,11 +413,15 @@ class Metrics:
         self.kv_transfer_bytes = make.counter(
             "radixmesh_kv_transfer_bytes_total",
             "worker",
-            "Bytes of KV by stage: gather and send (prefill side), receive and scatter (decode side).",
+            "KV by stage: gather, send (prefill side), receive, scatter, hand_over (decode side).",
             ["stage"],
         )
         self.kv_transfer_seconds = make.histogram(
-            "radixmesh_kv_transfer_seconds", "worker", "Time of a stage of a KV transfer.", _LATENCY_S, ["stage"]
+            "radixmesh_kv_transfer_seconds",
+            "worker",
+            "Time of a stage of a KV transfer; hand_over: from its last gather to validated KV.",
+            _LATENCY_S,
+            ["stage"],
         )
         self.kv_transfer_failures = make.counter(
             "radixmesh_kv_transfer_failures_total",
@@ -430,7 +434,7 @@ class Metrics:
             "worker",
             "KV transfers sent over gRPC though --transfer-transport is nixl: the log says why.",
         )
-        for stage in ("gather", "send", "receive", "scatter"):
+        for stage in ("gather", "send", "receive", "scatter", "hand_over"):
             self.kv_transfer_bytes.labels(stage)
             self.kv_transfer_seconds.labels(stage)
         for reason in ("not_sent", "lease_expired", "writer_gone", "checksum", "stamp", "pages", "aborted"):

@@ -34,7 +34,6 @@ _TIMEOUT_S = 20.0
 _GATHER_S = 60.0
 _ROOM_POLL_S = 0.01
 _VALID = (worker_pb2.TRANSFER_STATE_VALIDATED, worker_pb2.TRANSFER_STATE_SCATTERING)
-_SCATTERED = (worker_pb2.TRANSFER_FAILURE_STAMP, worker_pb2.TRANSFER_FAILURE_ABORTED)
 
 Answer = Callable[[str, KvTarget | None, MeshError | None], None]
 """Tells a router of its reservation: transfer id, target, or why there is none."""
@@ -224,7 +223,8 @@ class TransferCalls:
             failure = f"worker_{_name_of(told[0])}" if told else failure
             is_valid = all(a is not None and a.state in _VALID for a in answers)
             was_granted = any(a is not None for a in answers)
-            is_same = all(a is not None and a.failure in (0, *_SCATTERED) for a in answers)
+            # The transfer was given up, or was not what was sent: the pages are granted, and hold nothing.
+            is_same = all(a is not None and a.failure != worker_pb2.TRANSFER_FAILURE_PAGES for a in answers)
             are_pages_sound = is_valid or is_same or not was_granted
         finally:
             log.debug("kv_committed", transfer=arrival.transfer_id, is_valid=is_valid)
@@ -386,6 +386,7 @@ async def _committed(
         cache_namespace=arrival.cache_name,
         # A plan that names the pages runs behind the scatter, and none of its tokens leaves ahead of the checks.
         takes_scattering=True,
+        takes_pieces=True,
     )
     try:
         return await rank.transport.commit_transfer(request)

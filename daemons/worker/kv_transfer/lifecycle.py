@@ -7,6 +7,9 @@ Receiver:
      |                         |                           |                    |
      +-------------------------+---------------------------+--------------------+--> FAILED, with the first reason
 
+Behind the last word and ahead of it (begin_piece()) pages are written from the region: those are nobody's to read
+before VALIDATED, and a transfer that is given up has failed with them.
+
 FAILED comes from a lease that ran out, an abort, a new epoch, a writer that is gone or gives up, and from what it
 wrote. It ends the transfer, not the writer: the region's memory is free only when nobody can write there any more
 and no scatter reads it. Until then it is quarantined. A writer is over by its last word, by proof that it is gone,
@@ -88,6 +91,11 @@ class Reception:
         return self.state in _OVER
 
     @property
+    def is_read(self) -> bool:
+        """True while its memory is copied to pages, or may be."""
+        return self._is_read
+
+    @property
     def is_memory_free(self) -> bool:
         """True if the region may be given to another transfer."""
         return self.is_over and not self._may_write and not self._is_read
@@ -145,9 +153,18 @@ class Reception:
             self._fail(Failure.WRITER_GONE)
         self._may_write = False
 
-    def begin_scatter(self) -> bool:
-        """Pages are about to be written from the region; False: it is not there."""
-        if self.state is not ReceiveState.WRITTEN:
+    def begin_piece(self) -> bool:
+        """Bytes that have come are about to be copied to pages, ahead of the last word, and more may be while it is
+        WRITING; False: it is not, or somebody else does so. scattered() follows, whatever becomes of it."""
+        if self.state is not ReceiveState.WRITING or self._is_read:
+            return False
+        self._is_read = True
+        return True
+
+    def begin_scatter(self, *, has_pieces: bool = False) -> bool:
+        """Pages are about to be written from the region; False: it is not there, or somebody else reads it.
+        has_pieces: the caller began to read it by begin_piece()."""
+        if self.state is not ReceiveState.WRITTEN or self._is_read != has_pieces:
             return False
         self.state, self._is_read = ReceiveState.SCATTERING, True
         return True
@@ -156,11 +173,13 @@ class Reception:
         """The scatter is over, and the stamps behind it were looked at. NONE: the pages hold what was sent."""
         assert self._is_read, self.state
         self._is_read = False
-        if self.state is ReceiveState.SCATTERING:
-            if failure is Failure.NONE:
-                self.state = ReceiveState.VALIDATED
-            else:
-                self._fail(failure)
+        if self.is_over:
+            return
+        if failure is Failure.NONE:
+            assert self.state is ReceiveState.SCATTERING, self.state
+            self.state = ReceiveState.VALIDATED
+        else:
+            self._fail(failure)
 
     def expire(self, now: float) -> bool:
         """True if the lease has just run out. What is being scattered needs none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,25 @@ from radixmesh.daemons.runtime.kv_share import WHOLE_KV, KvShare
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, Reception
-from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
+from radixmesh.daemons.worker.kv_transfer.staging import (
+    CHUNK_TOKENS,
+    STAMP_BYTES,
+    RegionKey,
+    StagingPool,
+    region_bytes,
+)
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, RegionMemory
 
 MAX_RECEPTIONS = 4096
 """Transfers that one worker receives at a time."""
 MAX_TRANSFER_ID_BYTES = 64
+
+
+class GatherStart(NamedTuple):
+    """When the last chunk of a transfer was computed, and its gather launched, by the receiver's clock."""
+
+    began_s: float
+    num_bytes: int
 
 
 class Region:
@@ -43,16 +57,34 @@ class Region:
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.num_written = 0
+        self.num_in_order = 0
+        """Bytes from the first one on that are all written."""
+        self.gather_start: GatherStart | None = None
+        """Of what moved behind the prefill, as its writer says."""
         self.is_ending = False
         """Its writer has said that the last chunk is under way."""
         self.opened_s = 0.0
         """When its writer came."""
+        self.prepared_s = 0.0
         self._changed: asyncio.Future[None] | None = None
 
     @property
     def memory(self) -> ByteArray | None:
         """Its bytes; None once they are given back."""
         return None if self.held is None else self.held.array
+
+    def wrote(self, offset: int, num_bytes: int) -> None:
+        """Bytes have come."""
+        self.num_written += num_bytes
+        if offset == self.num_in_order:
+            self.num_in_order += num_bytes
+
+    def num_tokens_in_order(self) -> int:
+        """Tokens from the first one on whose chunks have come whole."""
+        body, num = self.num_bytes - 2 * STAMP_BYTES, self.num_in_order - STAMP_BYTES
+        if num >= body:
+            return self.num_tokens
+        return max(0, num) // (body // self.num_tokens) // CHUNK_TOKENS * CHUNK_TOKENS
 
     @property
     def written(self) -> ByteArray | DevicePiece | None:
@@ -161,6 +193,7 @@ class TransferReceiver:
         )
         reception = Reception(until, writes_are_seen=held.writes_are_seen, has_one_writer=held.has_one_writer)
         region = self.regions[transfer_id] = Region(key, held, reception, first_token, num_tokens, part)
+        region.prepared_s = self._clock()
         return region
 
     def renew(self, transfer_ids: Iterable[str], epoch: int, lease_s: float) -> int:
@@ -200,19 +233,26 @@ class TransferReceiver:
             raise _failed("the transfer is over: write no more", reception.failure)
         assert region.memory is not None
         region.memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-        region.num_written += len(data)
+        region.wrote(offset, len(data))
         region.notify()
 
-    def wrote(self, region: Region, writer: str, num_bytes: int) -> None:
+    def wrote(self, region: Region, writer: str, num_bytes: int, offset: int = 0) -> None:
         """Bytes were written by another way than this process's copies. Raises as write()."""
         reception = region.reception
-        if reception.may_write(writer) and num_bytes > region.num_bytes - region.num_written:
+        most = min(region.num_bytes - offset, region.num_bytes - region.num_written)
+        if reception.may_write(writer) and num_bytes > most:
             reception.bad_write(writer)
             self._settle(region)
         if not reception.may_write(writer):
             raise _failed("the transfer is over: write no more", reception.failure)
-        region.num_written += num_bytes
+        region.wrote(offset, num_bytes)
         region.notify()
+
+    def gather_began(self, region: Region, began_s: float, num_bytes: int) -> None:
+        """The writer says so of its last chunk, by this clock. What cannot be is passed over: no more than figures are
+        made of it."""
+        if region.prepared_s <= began_s <= self._clock() and 0 < num_bytes <= region.num_bytes:
+            region.gather_start = GatherStart(began_s, num_bytes)
 
     def ending(self, region: Region, writer: str) -> None:
         """The last chunk is under way."""

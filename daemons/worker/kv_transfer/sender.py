@@ -34,6 +34,8 @@ MAX_SENDERS = 256
 """Transfers that one worker sends at a time."""
 _MAX_WAITING = 64
 _NEXT_CHUNK_S = 120.0
+# Each is a launch on either side, and a word.
+_MOST_PIECES = 16
 
 
 class Chunk:
@@ -47,8 +49,8 @@ class Chunk:
         self.emission = Emission()
 
 
-Gather = Callable[[ByteArray | DevicePiece, Callable[[], None]], Awaitable[object]]
-"""Gathers to memory; then calls what is to follow at once, on whatever thread."""
+Gather = Callable[[range, ByteArray | DevicePiece, Callable[[], None]], Awaitable[object]]
+"""Gathers some tokens of a chunk to memory; then calls what is to follow at once, on whatever thread."""
 
 
 def _nothing() -> None:
@@ -56,8 +58,9 @@ def _nothing() -> None:
 
 
 class KvSender:
-    """Of one transfer. writer: instance id of this process. on_over: told whether all was sent, the bytes, and the
-    seconds since the first chunk."""
+    """Of one transfer. writer: instance id of this process. piece_bytes: of the last chunk in one copy, so that its
+    receiver may scatter one piece while the next is gathered; 0: all at once. on_over: told whether all was sent, the
+    bytes, and the seconds since the first chunk."""
 
     def __init__(
         self,
@@ -69,6 +72,8 @@ class KvSender:
         pool: StagingPool,
         transport: KvTransport,
         on_over: Callable[[KvSender, bool, int, float], None],
+        *,
+        piece_bytes: int = 0,
     ) -> None:
         self.region = region
         self.epoch = epoch
@@ -79,6 +84,9 @@ class KvSender:
         self._pool = pool
         self._transport = transport
         self._on_over = on_over
+        self._piece_bytes = piece_bytes
+        self.gather_start: Callable[[], worker_pb2.GatherStart | None] = lambda: None
+        """When the gather of the last chunk began, once it has."""
         self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         """Chunks to be written; None: the last one is being gathered."""
         self._task: asyncio.Task[None] | None = None
@@ -121,15 +129,15 @@ class KvSender:
         if is_last and self._task is not None:
             self._chunks.put_nowait(None)
         try:
-            chunk = await self._gathered(offset, size, gather, is_last=is_last)
+            target, place = await self._place(offset, size)
+            if target is None or place is None:
+                self._take(await self._buffered(offset, range(num_tokens), size, gather, is_last=is_last))
+            else:
+                pieces = pieces_of(num_tokens, token_bytes, self._piece_bytes if is_last else 0)
+                await self._placed_in(target, place, offset, pieces, gather, is_last=is_last)
         except BaseException:
             self.cancel()
             raise
-        chunk.emission.gathered()
-        if self.is_over():
-            self._let_go(chunk, is_sent=False)
-            raise _over()
-        self._chunks.put_nowait(chunk)
         if self._task is None:
             self._start()
 
@@ -144,26 +152,47 @@ class KvSender:
         elif not self._task.cancelling():
             self._task.cancel()
 
-    async def _gathered(self, offset: int, size: int, gather: Gather, *, is_last: bool) -> Chunk:
-        """Tokens in a buffer of this process, or in the region where the target has a place there."""
-        place = target = None
-        if self._task is not None and self._transport.may_place(self.region):
-            await self._is_open.wait()
-            target = self._target
-            if target is None:
-                raise _over()
-            place = target.place(offset, size)
-        if place is not None and target is not None:
-            then = partial(self._end, target) if is_last else _nothing
+    def _take(self, chunk: Chunk) -> None:
+        """The next one to be written. Raises TRANSFER_FAILED for a transfer that is over."""
+        chunk.emission.gathered()
+        if self.is_over():
+            self._let_go(chunk, is_sent=False)
+            raise _over()
+        self._chunks.put_nowait(chunk)
+
+    async def _place(self, offset: int, size: int) -> tuple[KvWriter | None, DevicePiece | None]:
+        """Memory of the region, where the target has some for this process's device. Raises TRANSFER_FAILED."""
+        if self._task is None or not self._transport.may_place(self.region):
+            return None, None
+        await self._is_open.wait()
+        target = self._target
+        if target is None:
+            raise _over()
+        return target, target.place(offset, size)
+
+    async def _placed_in(
+        self, target: KvWriter, place: DevicePiece, offset: int, pieces: list[range], gather: Gather, *, is_last: bool
+    ) -> None:
+        """Gathers a chunk to the region, piece by piece; each is told as it is there."""
+        token_bytes, running = place.num_bytes // pieces[-1].stop, []
+        for piece in pieces:
+            memory = place.part(piece.start * token_bytes, len(piece) * token_bytes)
+            then = partial(self._end, target) if is_last and piece is pieces[-1] else _nothing
             # The target is not left before it has run, whatever becomes of this call.
-            placing: asyncio.Future[object] = asyncio.ensure_future(gather(place, then))
+            placing: asyncio.Future[object] = asyncio.ensure_future(gather(piece, memory, then))
             self._placing.add(placing)
             placing.add_done_callback(self._placed)
+            running.append((placing, Chunk(offset + piece.start * token_bytes, memory.num_bytes, None, is_last=False)))
+        running[-1][1].is_last = is_last
+        for placing, chunk in running:
             await asyncio.shield(placing)
-            return Chunk(offset, size, None, is_last=is_last)
+            self._take(chunk)
+
+    async def _buffered(self, offset: int, tokens: range, size: int, gather: Gather, *, is_last: bool) -> Chunk:
+        """Gathers a chunk to memory of this process."""
         chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
         try:
-            await gather(buffer.memory, _nothing)
+            await gather(tokens, buffer.memory, _nothing)
         except BaseException:
             chunk.emission.abort()
             buffer.close()
@@ -177,6 +206,7 @@ class KvSender:
 
     def _placed(self, placing: asyncio.Future[object]) -> None:
         if not placing.cancelled():
+            placing.exception()  # The first piece that fails is told, and ends the call.
             self._placing.discard(placing)
 
     def _start(self) -> None:
@@ -227,7 +257,8 @@ class KvSender:
             try:
                 if chunk.buffer is None:
                     has_end = chunk.is_last
-                    await target.placed(chunk.num_bytes + (STAMP_BYTES if has_end else 0), is_last=has_end)
+                    num_bytes = chunk.num_bytes + (STAMP_BYTES if has_end else 0)
+                    await target.placed(chunk.offset, num_bytes, is_last=has_end)
                 else:
                     memory = chunk.buffer.memory
                     await target.write(chunk.offset, memory)
@@ -240,7 +271,7 @@ class KvSender:
             is_last = chunk.is_last
         if not has_end:
             await target.write(self.region.num_bytes - STAMP_BYTES, self._stamp)
-        await target.done(checksum_of(self._stamp, checksum))
+        await target.done(checksum_of(self._stamp, checksum), self.gather_start())
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._is_ended = True
@@ -261,6 +292,15 @@ class KvSender:
         if chunk.buffer is not None:
             chunk.buffer.close()
             self._pool.give_back(chunk.num_bytes)
+
+
+def pieces_of(num_tokens: int, token_bytes: int, piece_bytes: int) -> list[range]:
+    """Tokens of a chunk by pieces of at least piece_bytes and of whole CHUNK_TOKENS; the last one has the rest."""
+    if not piece_bytes:
+        return [range(num_tokens)]
+    least = max(piece_bytes, num_tokens * token_bytes // _MOST_PIECES)
+    step = -(-least // (token_bytes * CHUNK_TOKENS)) * CHUNK_TOKENS
+    return [range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
 
 
 def _over() -> MeshError:

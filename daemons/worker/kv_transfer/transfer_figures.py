@@ -6,10 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
-STAGES = ("gather", "gather_on_device", "send", "receive", "scatter", "scatter_on_device")
-"""on_device: device time of the copies alone, where they run on a GPU."""
+STAGES = ("gather", "gather_on_device", "send", "receive", "scatter", "scatter_on_device", "hand_over")
+"""on_device: device time of the copies alone, where they run on a GPU. hand_over: of the chunk that moves behind the
+prefill, from the launch of its gather to KV that is scattered and validated."""
+
+log = get_logger(__name__)
 
 
 class TransferFigures:
@@ -35,3 +39,8 @@ class TransferFigures:
         """A transfer failed at this end."""
         if self._metrics is not None:
             self._metrics.kv_transfer_failures.labels(reason).inc()
+
+
+def trace(event: str, transfer_id: str, **fields: object) -> None:
+    """Logs when a transfer came to a point: bench/gpu/pd_load.py tells of the last ones."""
+    log.debug(event, transfer=transfer_id, **fields)

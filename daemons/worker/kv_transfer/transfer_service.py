@@ -17,7 +17,7 @@ from radixmesh.daemons.runtime.rpc.peer_channels import PeerChannels
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, check_device_memory
-from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess, host_name
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.transfers import KvTransfers
 from radixmesh.daemons.worker.kv_transfer.transport import (
@@ -117,9 +117,9 @@ class GrpcWriter(KvWriter):
         await self._write()
         await self._transport.answer_of(self._call)
 
-    async def wrote(self, num_bytes: int, *, is_last: bool = False) -> None:
+    async def wrote(self, offset: int, num_bytes: int, *, is_last: bool = False) -> None:
         """Tells progress on another way. is_last: done() tells it."""
-        self._request.num_written = num_bytes
+        self._request.offset, self._request.num_written = offset, num_bytes
         if not is_last:
             await self._write()
 
@@ -134,11 +134,13 @@ class GrpcWriter(KvWriter):
             self._request.data = data[start : start + WRITE_BYTES].tobytes()
             await self._write()
 
-    async def done(self, checksum: int) -> None:
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
         if self._transport.before_last_word is not None:
             await self._transport.before_last_word()
         self._request.checksum = checksum
         self._request.last_word = worker_pb2.TRANSFER_LAST_WORD_DONE
+        if gather_start is not None:
+            self._request.gather_start.CopyFrom(gather_start)
         with suppress(asyncio.InvalidStateError):
             await self._transport.written(self._call, self._request)
         await self._transport.answer_of(self._call)
@@ -213,12 +215,16 @@ async def _take(transfers: KvTransfers, region: Region, writer: str, request: wo
     if request.data:
         transfers.receiver.write(region, writer, request.offset, request.data)
     if request.num_written:
-        transfers.receiver.wrote(region, writer, request.num_written)
+        transfers.receiver.wrote(region, writer, request.num_written, request.offset)
     if request.is_ending:
         transfers.receiver.ending(region, writer)
     if request.last_word == worker_pb2.TRANSFER_LAST_WORD_UNSPECIFIED:
         return
     is_done = request.last_word == worker_pb2.TRANSFER_LAST_WORD_DONE
+    check_peer_names(host=request.gather_start.host)
+    if is_done and request.gather_start.host == host_name():
+        start = request.gather_start
+        transfers.receiver.gather_began(region, start.monotonic_ns * 1e-9, start.num_bytes)
     is_sound, memory = True, region.written
     # Bytes on the device are looked at by their stamps alone.
     if is_done and isinstance(memory, np.ndarray):

@@ -8,35 +8,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.kv_transfer.commits import Start, TransferCommits
 from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
 from radixmesh.daemons.worker.kv_transfer.event_waits import EventWaits
-from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess
+from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess, host_name
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
-from radixmesh.daemons.worker.kv_transfer.page_io import (
-    Gathering,
-    Target,
-    WrittenPart,
-    begin_gather,
-    begin_scatter,
-    gather,
-    may_scatter,
-    scatter,
-)
+from radixmesh.daemons.worker.kv_transfer.page_io import Gathering, begin_gather, gather
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
-from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures
+from radixmesh.daemons.worker.kv_transfer.transfer_figures import TransferFigures, trace
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray, KvTransport, RegionMemory, to_the_end, until_done
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -50,22 +42,27 @@ _POLL_S = 0.0005
 _MOST_NAMED = 64
 
 
-class Start(Protocol):
-    """As StepQueue.start()."""
+@dataclass(slots=True)
+class _ChunkTimes:
+    """Of a chunk whose pieces are gathered one after the other. began_s: it was computed, and its gather launched;
+    None: not yet. ended_s: of the last piece that is there."""
 
-    def __call__(self, job: Callable[[], T], /) -> asyncio.Future[T]: ...
+    began_s: float | None = None
+    ended_s: float = 0.0
 
 
 class KvTransfers:
-    """run: runs a job on the step thread, behind all steps that were received, when these are over. start: runs one
-    there behind them that does not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED
-    unless (epoch, instance id) hold the worker. received_step: the last step of the epoch that was received."""
+    """piece_bytes: of KV that moves behind the prefill, in one copy; 0: it is copied at once. run: runs a job on the
+    step thread, behind all steps that were received, when these are over. start: runs one there behind them that does
+    not wait for these (None: no runner has a device). check_holder: raises EPOCH_FENCED unless (epoch, instance id)
+    hold the worker. received_step: the last step of the epoch that was received."""
 
     def __init__(
         self,
         instance_id: str,
         *,
         staging_bytes: int,
+        piece_bytes: int = 0,
         transport: KvTransport | None,
         run: Callable[[Callable[[], object]], Awaitable[object]],
         start: Start | None = None,
@@ -91,8 +88,18 @@ class KvTransfers:
         self._digest = ""
         self.senders: dict[str, KvSender] = {}
         self._ticking: asyncio.Task[None] | None = None
-        self._scattering: set[asyncio.Task[None]] = set()
-        self._steps, self._gathers, self._scatters = (EventWaits(f"kv-{name}") for name in ("steps", "out", "in"))
+        self._piece_bytes = piece_bytes
+        self._steps, self._gathers = EventWaits("kv-steps"), EventWaits("kv-out")
+        self.commits = TransferCommits(
+            self.receiver,
+            piece_bytes=piece_bytes,
+            run=run,
+            start=start,
+            check_holder=check_holder,
+            until_received=self._until_received,
+            figures=self._figures,
+            clock=clock,
+        )
         self.num_sent = self.num_received = self.num_failed = 0
 
     def attach(self, executor: StepExecutor, weights_digest: str) -> None:
@@ -120,6 +127,8 @@ class KvTransfers:
             num_received=self.num_received,
             num_failed=self.num_failed,
             quarantined=self.receiver.quarantined(_MOST_NAMED),
+            hand_over_bytes=self.commits.num_bytes,
+            hand_over_us=round(1e6 * self.commits.seconds),
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -188,30 +197,55 @@ class KvTransfers:
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
         pages = unpack_ints(request.source_pages, "source_pages")
         generations = unpack_ints(request.source_generations, "source_generations")
-        _trace("kv_gather_asked", region.transfer_id, first_token=first_token, tokens=request.num_tokens)
-        skipped = first_token % executor.limits.page_size
-        tokens = range(skipped, skipped + request.num_tokens)
+        trace("kv_gather_asked", region.transfer_id, first_token=first_token, tokens=request.num_tokens)
+        size, times = executor.limits.page_size, _ChunkTimes()
+        ready: asyncio.Future[None] | None = None
 
         def job(memory: ByteArray) -> None:
+            times.began_s = self._clock()
             with self._figures.timed("gather", len(memory)):
-                gather(executor, pages, generations, tokens, memory, part)
+                skipped = first_token % size
+                gather(executor, pages, generations, range(skipped, skipped + request.num_tokens), memory, part)
 
-        async def gathered(memory: ByteArray | DevicePiece, then: Callable[[], None]) -> None:
+        async def until_ready() -> None:
             await self._until_received(request.after_step, request.epoch, request.instance_id)
+            await self._until_next(executor, request.after_step)
+
+        async def gathered(piece: range, memory: ByteArray | DevicePiece, then: Callable[[], None]) -> None:
+            nonlocal ready
             if not isinstance(memory, DevicePiece):
+                await self._until_received(request.after_step, request.epoch, request.instance_id)
                 await to_the_end(self._run(lambda: job(memory)))
                 return
-            await self._until_next(executor, request.after_step)
+            # Once for all pieces: their launches keep their order.
+            ready = ready or asyncio.ensure_future(until_ready())
+            await asyncio.shield(ready)
+            start, stop = (first_token % size + token for token in (piece.start, piece.stop))
+            of_piece = slice(start // size, -(-stop // size))
+            tokens = range(start % size, start % size + len(piece))
             seconds = await to_the_end(
                 self._copied(
                     lambda: begin_gather(
-                        executor, pages, generations, tokens, memory, part, after_step=request.after_step
+                        executor,
+                        pages[of_piece],
+                        generations[of_piece],
+                        tokens,
+                        memory,
+                        part,
+                        after_step=request.after_step,
                     ),
                     memory.num_bytes,
                     then,
+                    times,
                 )
             )
-            _trace("kv_gathered", region.transfer_id, device_ms=round(1e3 * seconds, 3))
+            trace("kv_gathered", region.transfer_id, device_ms=round(1e3 * seconds, 3))
+
+        def gather_start() -> worker_pb2.GatherStart | None:
+            if times.began_s is None:
+                return None
+            num_bytes = request.num_tokens * token_bytes
+            return worker_pb2.GatherStart(host=host_name(), monotonic_ns=int(1e9 * times.began_s), num_bytes=num_bytes)
 
         sender = self.senders.get(region.transfer_id)
         is_new = sender is None
@@ -221,7 +255,15 @@ class KvTransfers:
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
             stamp = _key_of(region).stamp()
             sender = KvSender(
-                region, request.address, stamp, request.epoch, self._instance_id, self.staging, transport, self._sent
+                region,
+                request.address,
+                stamp,
+                request.epoch,
+                self._instance_id,
+                self.staging,
+                transport,
+                self._sent,
+                piece_bytes=self._piece_bytes,
             )
         elif sender.region != region or sender.epoch != request.epoch:
             message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
@@ -229,6 +271,8 @@ class KvTransfers:
         if is_new:
             self.senders[region.transfer_id] = sender
         try:
+            if request.is_last:
+                sender.gather_start = gather_start
             await sender.add(first_token, request.num_tokens, token_bytes, is_last=request.is_last, gather=gathered)
         except BaseException:
             if is_new and self.senders.get(region.transfer_id) is sender:
@@ -245,7 +289,7 @@ class KvTransfers:
     def _sent(self, sender: KvSender, is_sent: bool, num_bytes: int, seconds: float) -> None:
         if self.senders.get(sender.region.transfer_id) is sender:
             del self.senders[sender.region.transfer_id]
-        _trace("kv_sender_over", sender.region.transfer_id, is_sent=is_sent)
+        trace("kv_sender_over", sender.region.transfer_id, is_sent=is_sent)
         self.num_sent += is_sent
         self.num_failed += not is_sent
         if is_sent:
@@ -254,76 +298,11 @@ class KvTransfers:
             self._figures.failed("not_sent")
 
     async def commit(self, request: worker_pb2.CommitTransferRequest) -> worker_pb2.CommitTransferResponse:
-        """Scatters written regions into pages, behind a step. Raises EPOCH_FENCED, INVALID_ARGUMENT or
-        TRANSFER_FAILED."""
+        """Scatters regions that are written, or will be soon, into pages, behind a step. Raises EPOCH_FENCED,
+        INVALID_ARGUMENT or TRANSFER_FAILED."""
         self._check_holder(request.epoch, request.instance_id)
-        regions = [
-            self.receiver.get(name) for name in dict.fromkeys((request.transfer_id, *request.other_transfer_ids))
-        ]
-        _trace("kv_commit_asked", request.transfer_id)
-        executor = self._executor
-        assert executor is not None, "a region was prepared"
-        target = Target(
-            pages=unpack_ints(request.pages, "pages"),
-            generations=unpack_ints(request.generations, "generations"),
-            previous_page=request.previous_page,
-            ids=unpack_ints(request.ids, "ids"),
-            namespace=request.cache_namespace,
-        )
-        num_tokens = {region.num_tokens for region in regions}
-        if len(target.pages) != len(target.generations) or num_tokens != {len(target.ids)}:
-            message = f"pages, generations and ids are not those of {regions[0].num_tokens} tokens"
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "pages"})
-        await self._until_received(request.after_step, request.epoch, request.instance_id)
-        # Sent ahead, so that pages are there for it when all is written, and all that can be is looked at by then.
-        may_be_named = request.takes_scattering and executor.host is None and executor.runner.kv_device is not None
-        shares = [region.part for region in regions]
-        may_be_named = may_be_named and await self._started(lambda: may_scatter(executor, target, shares))
-        await self.until_written(request)
-        self._check_holder(request.epoch, request.instance_id)
-        parts = self._written_parts(regions, request.epoch)
-        _trace("kv_scatter_begins", request.transfer_id)
-        begun: asyncio.Future[StepHandle[tuple[Failure, float]]] | None = None
-        if any(isinstance(part.memory, DevicePiece) for part in parts):
-            # On the step thread it is ahead of all plans that are received from now on.
-            begun = self._started(
-                lambda: begin_scatter(executor, target, parts, request.after_step, may_be_named=may_be_named)
-            )
-
-        async def scattered() -> None:
-            outcome, began = Failure.PAGES, self._clock()
-            try:
-                if begun is not None:
-                    outcome, seconds = await self._over_on_device(await begun)
-                    self._figures.passed("scatter_on_device", sum(part.num_bytes for part in parts), seconds)
-                    _trace("kv_scattered", request.transfer_id, device_ms=round(1e3 * seconds, 3))
-                else:
-                    outcome = await self._done(lambda: scatter(executor, target, parts))
-                self._figures.passed("scatter", sum(part.num_bytes for part in parts), self._clock() - began)
-            finally:
-                for region in regions:
-                    self.receiver.scattered(region, outcome)
-
-        scattering = asyncio.ensure_future(scattered())
-        self._scattering.add(scattering)
-        scattering.add_done_callback(self._scattered)
-        if begun is not None and may_be_named:
-            return worker_pb2.CommitTransferResponse(state=worker_pb2.TRANSFER_STATE_SCATTERING)
-        # Cancelled, as when the scheduler dies, it waits all the same: staging would be another transfer's.
-        await to_the_end(asyncio.wait((scattering,)))
-        scattering.result()
-        # One that was given up while it was read has a reason of its own.
-        failure = next((region.reception.failure for region in regions if region.reception.failure), Failure.NONE)
-        state = worker_pb2.TRANSFER_STATE_FAILED if failure else worker_pb2.TRANSFER_STATE_VALIDATED
-        return worker_pb2.CommitTransferResponse(state=state, failure=int(failure))  # type: ignore[arg-type]
-
-    async def until_written(self, request: worker_pb2.CommitTransferRequest) -> None:
-        """Returns when regions whose last chunk is under way are written, or given up. Raises TRANSFER_FAILED for one
-        that is not known."""
-        for name in (request.transfer_id, *request.other_transfer_ids):
-            region = self.receiver.get(name)
-            while region.is_ending and region.reception.state is ReceiveState.WRITING:
-                await region.change()
+        trace("kv_commit_asked", request.transfer_id)
+        return await self.commits.commit(self._executor, request)
 
     async def _until_received(self, step: int, epoch: int, instance_id: str) -> None:
         """Returns when a step of the epoch was received, and so will be launched ahead of what is started now. Raises
@@ -343,21 +322,6 @@ class KvTransfers:
         ahead = await self._started(lambda: executor.event_of(step - 1))
         while not ahead.is_done:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-
-    def _written_parts(self, regions: list[Region], epoch: int) -> list[WrittenPart]:
-        """Begins to read them, or none of them. Raises TRANSFER_FAILED."""
-        for region in regions:
-            if region.memory is None or region.key.epoch != epoch or region.reception.state is not ReceiveState.WRITTEN:
-                name = region.reception.state.name.lower()
-                message = f"the transfer is {name}, not written: prefill again"
-                raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message, {"state": name})
-        parts = []
-        for region in regions:
-            is_begun = region.reception.begin_scatter()
-            memory = region.written
-            assert is_begun and memory is not None, region.reception.state
-            parts.append(WrittenPart(memory, region.key.stamp(), region.part))
-        return parts
 
     async def watch(self, transfer_id: str) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
         """States of a transfer until it is written, or over. Raises TRANSFER_FAILED."""
@@ -389,7 +353,7 @@ class KvTransfers:
 
     def written(self, region: Region) -> None:
         """Its writer has said that all is there."""
-        _trace("kv_written", region.key.transfer_id)
+        trace("kv_written", region.key.transfer_id)
         self._figures.passed("receive", region.num_bytes, self._clock() - region.opened_s)
 
     def close(self) -> None:
@@ -401,39 +365,29 @@ class KvTransfers:
         if self.transport is not None:
             self.transport.close()
 
-    async def _done(self, job: Callable[[], T]) -> T:
-        """Runs a job on the step thread when the steps before it are over."""
-        results: list[T] = []
-        await self._run(lambda: results.append(job()))
-        return results[0]
-
-    async def _copied(self, begin: Callable[[], Gathering], num_bytes: int, then: Callable[[], None]) -> float:
+    async def _copied(
+        self, begin: Callable[[], Gathering], num_bytes: int, then: Callable[[], None], times: _ChunkTimes
+    ) -> float:
         """Launches a copy on the step thread; returns when it has run, and `then` behind it: its device time."""
+        began = self._clock()
         copied, computed, check = await self._started(begin)
         copying = asyncio.ensure_future(self._gathers.until(copied.event, then))
         try:
             if not computed.is_done:
                 await self._steps.until(computed)
-            began = self._clock()
+                began = self._clock()
+            times.began_s = began if times.began_s is None else times.began_s
             await self._started(check)
         finally:
             # Whatever became of the step, memory is written until the copy has run.
             await until_done((copying,))
         copying.result()
-        self._figures.passed("gather", num_bytes, self._clock() - began)
+        now = self._clock()
+        # The device copies one piece after the other.
+        self._figures.passed("gather", num_bytes, now - max(began, times.ended_s))
+        times.ended_s = now
         self._figures.passed("gather_on_device", num_bytes, seconds := copied.seconds())
         return seconds
-
-    def _scattered(self, task: asyncio.Task[None]) -> None:
-        self._scattering.discard(task)
-        # The call may have been answered, or cancelled: nobody else asks.
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("kv_scatter_failed", error=repr(error))
-
-    async def _over_on_device(self, handle: StepHandle[T]) -> T:
-        """The outcome of copies that were launched, collected on the step thread."""
-        await self._scatters.until(handle.event)
-        return await self._started(handle.result)
 
     def _started(self, job: Callable[[], T]) -> asyncio.Future[T]:
         assert self._start is not None, "a runner with a device has a step thread"
@@ -466,11 +420,6 @@ class KvTransfers:
             await asyncio.sleep(_TICK_S)
             self.receiver.tick()
         self._ticking = None
-
-
-def _trace(event: str, transfer_id: str, **fields: object) -> None:
-    """Logs when a transfer came to a point: bench/gpu/pd_load.py tells of the last ones."""
-    log.debug(event, transfer=transfer_id, **fields)
 
 
 def _key_of(region: worker_pb2.TransferRegion) -> RegionKey:

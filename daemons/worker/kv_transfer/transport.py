@@ -87,9 +87,9 @@ class KvWriter(ABC):
         """Writes bytes where place() says; blocks, on any thread, with other calls or not."""
         raise NotImplementedError
 
-    async def placed(self, num_bytes: int, *, is_last: bool = False) -> None:
-        """So many bytes were written where place() says. is_last: nothing is written but by done(), which follows.
-        Raises MeshError."""
+    async def placed(self, offset: int, num_bytes: int, *, is_last: bool = False) -> None:
+        """Bytes of the region were written where place() says. is_last: nothing is written but by done(), which
+        follows. Raises MeshError."""
         raise NotImplementedError
 
     async def ending(self) -> None:
@@ -97,9 +97,9 @@ class KvWriter(ABC):
         return
 
     @abstractmethod
-    async def done(self, checksum: int) -> None:
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
         """Says the last word; returns when the receiver has heard it. checksum: CRC-32 of all bytes in order, those
-        of a device left out. Raises
+        of a device left out. gather_start: of the last chunk. Raises
         MeshError where the receiver refused, was lost, or took nothing for too long."""
 
 

@@ -108,6 +108,11 @@ class StepExecutor:
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
         self._last_steps[:] = 0
 
+    @property
+    def epoch(self) -> int:
+        """The one that plans are of."""
+        return self._epoch
+
     def reset(self, *, keeps_kv: bool = False) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs. keeps_kv: only as the next epoch
         does; records are those of completed steps."""

@@ -37,6 +37,7 @@ class FaultKind(StrEnum):
     HANG = "hang"
     RESERVED = "reserved"
     WRITING = "writing"
+    PIECE = "piece"
     WRITTEN = "written"
     SCATTERING = "scattering"
     VALIDATED = "validated"

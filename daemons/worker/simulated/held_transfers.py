@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.kv_share import KvShare
@@ -55,12 +56,14 @@ class TransferHolds:
 
 
 class HeldService(WorkerService):
-    """RESERVED: the region is there, its scheduler is not told yet. WRITTEN: before the commit. VALIDATED: before its
-    answer."""
+    """RESERVED: the region is there, its scheduler is not told yet. PIECE: behind one that was scattered ahead of the
+    last word. WRITTEN: before the rest is scattered. VALIDATED: before the commit's answer."""
 
     def __init__(self, core: WorkerCore, open_stream: Callable[[Send], ResultStream], holds: TransferHolds) -> None:
         super().__init__(core, open_stream)
         self._holds = holds
+        core.transfers.commits.between_pieces = partial(holds.wait, FaultKind.PIECE)
+        core.transfers.commits.before_scatter = partial(holds.wait, FaultKind.WRITTEN)
 
     async def PrepareTransfer(
         self, request: worker_pb2.PrepareTransferRequest, context: object
@@ -72,9 +75,6 @@ class HeldService(WorkerService):
     async def CommitTransfer(
         self, request: worker_pb2.CommitTransferRequest, context: object
     ) -> worker_pb2.CommitTransferResponse:
-        # A commit may come ahead of the last word.
-        await self._core.transfers.until_written(request)
-        await self._holds.wait(FaultKind.WRITTEN)
         answer = await super().CommitTransfer(request, context)
         await self._holds.wait(FaultKind.VALIDATED)
         return answer

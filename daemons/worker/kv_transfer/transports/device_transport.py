@@ -224,8 +224,8 @@ class DeviceWriter(KvWriter):
     def write_place(self, offset: int, data: bytes) -> None:
         self._device.write(self._target.part(offset, len(data)).address, data)
 
-    async def placed(self, num_bytes: int, *, is_last: bool = False) -> None:
-        await self.words.wrote(num_bytes, is_last=is_last)
+    async def placed(self, offset: int, num_bytes: int, *, is_last: bool = False) -> None:
+        await self.words.wrote(offset, num_bytes, is_last=is_last)
 
     async def ending(self) -> None:
         await self.words.ending()
@@ -235,11 +235,11 @@ class DeviceWriter(KvWriter):
         for start in range(0, len(data), _COPY_BYTES):
             piece = data[start : start + _COPY_BYTES].tobytes()
             await to_the_end(asyncio.to_thread(self.write_place, offset + start, piece))
-            await self.words.wrote(len(piece))
+            await self.words.wrote(offset + start, len(piece))
 
-    async def done(self, checksum: int) -> None:
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
         # The host has not seen the bytes.
-        await self.words.done(0)
+        await self.words.done(0, gather_start)
 
 
 class Mapping:

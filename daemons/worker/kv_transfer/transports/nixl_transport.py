@@ -236,15 +236,15 @@ class _NixlWriter(KvWriter):
             # Cancelled or out of patience, the write itself goes on: wind_up() waits for it.
             async with asyncio.timeout(self._transport.patience_s):
                 await asyncio.shield(self._running)
-            await self.words.wrote(part[1])
+            await self.words.wrote(offset + start, part[1])
 
     async def ending(self) -> None:
-        # The receiver may be asked to commit then; it grants and copies nothing ahead of the last word.
+        # The receiver may be asked to commit then, and copy what has come.
         await self.words.ending()
 
-    async def done(self, checksum: int) -> None:
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
         try:
-            await self.words.done(checksum)
+            await self.words.done(checksum, gather_start)
         finally:
             self.is_said = self.words.is_answered
 
@@ -316,8 +316,8 @@ class _FromDevice(KvWriter):
             read = await to_the_end(asyncio.to_thread(self._device.read, part.address, part.num_bytes))
             await self._write(offset + start, np.frombuffer(read, np.uint8))
 
-    async def done(self, checksum: int) -> None:
-        await self.words.done(self._checksum)
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
+        await self.words.done(self._checksum, gather_start)
 
     async def _write(self, offset: int, data: ByteArray) -> None:
         await self.words.write(offset, data)

@@ -154,13 +154,13 @@ class SharedWriter(KvWriter):
             part = data[start : start + _COPY_BYTES]
             target = self._target[offset + start : offset + start + len(part)]
             await to_the_end(asyncio.to_thread(np.copyto, target, part))
-            await self._words.wrote(len(part))
+            await self._words.wrote(offset + start, len(part))
 
     async def ending(self) -> None:
         await self._words.ending()
 
-    async def done(self, checksum: int) -> None:
-        await self._words.done(checksum)
+    async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
+        await self._words.done(checksum, gather_start)
 
 
 def _raised_file_limit() -> int:

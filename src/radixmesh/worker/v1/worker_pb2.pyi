@@ -739,7 +739,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ...) -> None: ...
 
 class TransferCounts(_message.Message):
-    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed", "quarantined")
+    __slots__ = ("num_sending", "num_receiving", "staging_bytes", "quarantined_bytes", "num_sent", "num_received", "num_failed", "quarantined", "hand_over_bytes", "hand_over_us")
     NUM_SENDING_FIELD_NUMBER: _ClassVar[int]
     NUM_RECEIVING_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -748,6 +748,8 @@ class TransferCounts(_message.Message):
     NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_US_FIELD_NUMBER: _ClassVar[int]
     num_sending: int
     num_receiving: int
     staging_bytes: int
@@ -756,7 +758,9 @@ class TransferCounts(_message.Message):
     num_received: int
     num_failed: int
     quarantined: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ..., quarantined: _Optional[_Iterable[str]] = ...) -> None: ...
+    hand_over_bytes: int
+    hand_over_us: int
+    def __init__(self, num_sending: _Optional[int] = ..., num_receiving: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_received: _Optional[int] = ..., num_failed: _Optional[int] = ..., quarantined: _Optional[_Iterable[str]] = ..., hand_over_bytes: _Optional[int] = ..., hand_over_us: _Optional[int] = ...) -> None: ...
 
 class PutBlobRequest(_message.Message):
     __slots__ = ("hash", "data", "nixl")
@@ -915,7 +919,7 @@ class SharedMemory(_message.Message):
     def __init__(self, host: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class WriteTransferRequest(_message.Message):
-    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written", "writer_process", "is_ending")
+    __slots__ = ("region", "writer", "offset", "data", "last_word", "checksum", "num_written", "writer_process", "is_ending", "gather_start")
     REGION_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -925,6 +929,7 @@ class WriteTransferRequest(_message.Message):
     NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     WRITER_PROCESS_FIELD_NUMBER: _ClassVar[int]
     IS_ENDING_FIELD_NUMBER: _ClassVar[int]
+    GATHER_START_FIELD_NUMBER: _ClassVar[int]
     region: TransferRegion
     writer: str
     offset: int
@@ -934,7 +939,18 @@ class WriteTransferRequest(_message.Message):
     num_written: int
     writer_process: HostProcess
     is_ending: bool
-    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ..., writer_process: _Optional[_Union[HostProcess, _Mapping]] = ..., is_ending: bool = ...) -> None: ...
+    gather_start: GatherStart
+    def __init__(self, region: _Optional[_Union[TransferRegion, _Mapping]] = ..., writer: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last_word: _Optional[_Union[TransferLastWord, str]] = ..., checksum: _Optional[int] = ..., num_written: _Optional[int] = ..., writer_process: _Optional[_Union[HostProcess, _Mapping]] = ..., is_ending: bool = ..., gather_start: _Optional[_Union[GatherStart, _Mapping]] = ...) -> None: ...
+
+class GatherStart(_message.Message):
+    __slots__ = ("host", "monotonic_ns", "num_bytes")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    monotonic_ns: int
+    num_bytes: int
+    def __init__(self, host: _Optional[str] = ..., monotonic_ns: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class HostProcess(_message.Message):
     __slots__ = ("host", "pid", "started")
@@ -951,7 +967,7 @@ class WriteTransferResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace", "other_transfer_ids", "takes_scattering")
+    __slots__ = ("transfer_id", "epoch", "instance_id", "after_step", "pages", "generations", "previous_page", "ids", "cache_namespace", "other_transfer_ids", "takes_scattering", "takes_pieces")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -963,6 +979,7 @@ class CommitTransferRequest(_message.Message):
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     OTHER_TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_SCATTERING_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PIECES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     instance_id: str
@@ -974,7 +991,8 @@ class CommitTransferRequest(_message.Message):
     cache_namespace: str
     other_transfer_ids: _containers.RepeatedScalarFieldContainer[str]
     takes_scattering: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., other_transfer_ids: _Optional[_Iterable[str]] = ..., takes_scattering: bool = ...) -> None: ...
+    takes_pieces: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., after_step: _Optional[int] = ..., pages: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., previous_page: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., other_transfer_ids: _Optional[_Iterable[str]] = ..., takes_scattering: bool = ..., takes_pieces: bool = ...) -> None: ...
 
 class CommitTransferResponse(_message.Message):
     __slots__ = ("state", "failure")
