@@ -4,8 +4,9 @@
 
 In process, as bench/gpu/verify.py. The weights of the last matrix are zero, so that every token is id 0, and a drafter
 proposes that with the probability `acceptance`, another id otherwise, each position by itself. ngram: every draft is
-right, once two tokens are there. ngram, wrong: the device searches, and proposes another id; adaptive: only while it
-pays. Steps follow each other, two ahead of the one that is read.
+right, once two tokens are there. ngram, wrong: the device searches, and proposes another id; adaptive: as many drafts
+of each row as pay. --mixed A B: of the rows by turns drafts are right with A and with B; all or nothing: rows have all
+drafts or none, where that pays; by row: as many as pay. Steps follow each other, two ahead of the one that is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,7 +36,7 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
-from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, EachRow
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
 
@@ -47,6 +49,18 @@ def forced(acceptance: float, seed: int = 0) -> Drafter:
 
     def draft(sample: SampleInput, most: int) -> Sequence[int]:
         return np.where(is_right[sample.position : sample.position + most], 0, 1).tolist()
+
+    return EachRow(draft)
+
+
+def mixed(acceptances: Sequence[float]) -> Drafter:
+    """As forced(), of rows by turns; the first id of a row's prompt says which it is."""
+    drafters = [forced(acceptance, seed) for seed, acceptance in enumerate(acceptances)]
+
+    def draft(sample: SampleInput, most: int) -> Sequence[int]:
+        of_row = drafters[int(sample.prompt_ids[0]) % len(drafters)]
+        (ids,) = of_row.propose([DraftRow(sample=sample, most=most)])
+        return ids.tolist()
 
     return EachRow(draft)
 
@@ -77,9 +91,15 @@ class SpeculationBench(Bench):
         prompt = np.random.default_rng(1).permutation(self.runner.vocab_size - 2)[:context].astype(np.int32) + 2
         for slot in range(num_rows):
             sampling = Sampling(temperature=0.0)
+            prompt[0] = 2 + slot % 2
             self.runner.admitted(
                 Admit(
-                    slot=slot, generation=1, request_id="r", prompt_ids=prompt, max_total_len=length, sampling=sampling
+                    slot=slot,
+                    generation=1,
+                    request_id="r",
+                    prompt_ids=prompt.copy(),
+                    max_total_len=length,
+                    sampling=sampling,
                 )
             )
         known = np.full(num_rows, context, np.int32)
@@ -120,6 +140,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--acceptances", type=float, nargs="*", default=[0.7, 0.0])
+    parser.add_argument("--mixed", type=float, nargs=2, help="acceptances of rows by turns, and nothing else")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=200)
@@ -131,15 +152,25 @@ def main() -> None:
     bench.decode(1, 200, 50)
     plain = {rows: rows / bench.decode(rows, args.context + args.tokens // 2, args.tokens)[0] for rows in args.rows}
     results = []
-    cases = [(f"forced {share}", forced(share), 1, False) for share in args.acceptances]
-    cases += [("ngram", NgramDrafter(), 1, False), ("ngram, adaptive", NgramDrafter(), max(args.rows), True)]
-    cases += [
-        ("ngram, wrong", WrongNgrams(), 1, False),
-        ("ngram, wrong, adaptive", WrongNgrams(), max(args.rows), True),
-    ]
-    for name, drafter, most_rows, is_adaptive in cases:
-        graph_rows = tuple(rows for rows in sorted(args.rows) if rows <= most_rows)
-        lengths = DraftLengths(max(args.rows), args.drafts) if is_adaptive else None
+    most_rows, by_row = max(args.rows), partial(DraftLengths, max(args.rows), args.drafts)
+    cases: list[tuple[str, Drafter, int, Callable[[], DraftLengths | None]]] = []
+    if args.mixed:
+        cases += [
+            ("mixed, chains", mixed(args.mixed), most_rows, lambda: None),
+            ("mixed, all or nothing", mixed(args.mixed), most_rows, partial(by_row, is_whole=True)),
+            ("mixed, by row", mixed(args.mixed), most_rows, by_row),
+        ]
+    else:
+        cases += [(f"forced {share}", forced(share), 1, lambda: None) for share in args.acceptances]
+        cases += [
+            ("ngram", NgramDrafter(), 1, lambda: None),
+            ("ngram, adaptive", NgramDrafter(), most_rows, by_row),
+            ("ngram, wrong", WrongNgrams(), 1, lambda: None),
+            ("ngram, wrong, adaptive", WrongNgrams(), most_rows, by_row),
+        ]
+    for name, drafter, most_captured, create in cases:
+        graph_rows = tuple(rows for rows in sorted(args.rows) if rows <= most_captured)
+        lengths = create()
         runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows, lengths=lengths)
         for rows in graph_rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)

@@ -66,7 +66,7 @@ class WorkerSettings(CommonSettings):
         "one included; none: one more than --speculative-num-steps; of a tree topk more")  # fmt: skip
     speculative_eagle_topk: int = setting(1, "most drafts of a network that follow the same token, so that the drafts "
         "of a row are a tree; 1: a chain")  # fmt: skip
-    speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
+    speculative_adaptive: bool = setting(True, "rows draft as much as pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     transfer_staging_bytes: int = setting(0, "bytes of KV on its way to and from other workers (disaggregated prefill "
         "and decode); 0: there are no transfers")  # fmt: skip

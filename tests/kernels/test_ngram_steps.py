@@ -17,7 +17,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
-from radixmesh.daemons.worker.speculation.drafter import NoDrafts
+from radixmesh.daemons.worker.speculation.drafter import EachRow, NoDrafts
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 from radixmesh.daemons.worker.speculation.step_costs import Size
 
@@ -73,8 +73,8 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch, is_captured):
+@pytest.mark.parametrize(("is_captured", "on_host"), [(False, False), (True, False), (True, True)])
+def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch, is_captured, on_host):
     """Their positions lie one row's behind the other's, with padding where steps are captured; outputs stay."""
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
@@ -95,7 +95,8 @@ def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch,
     else:
         runner = _device_runner(4)
     lengths = DraftLengths(TINY_SETTINGS.num_slots, max_drafts)
-    runner.verify(NgramDrafter(), max_drafts=max_drafts, lengths=lengths)  # type: ignore[attr-defined]
+    drafter = EachRow(lambda sample, most: [40] * most) if on_host else NgramDrafter()
+    runner.verify(drafter, max_drafts=max_drafts, lengths=lengths)  # type: ignore[attr-defined]
     told = []
     observe = lengths.observe
     lengths.observe = lambda slots, counts, chosen, times, drafted: (
@@ -105,8 +106,8 @@ def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch,
     check_same_outputs(got, want, num_out=9, atol=logprob_tolerance(MODEL))
     drafting = [(of.by_row, counts, drafted) for of, counts, drafted in told if of is not None]
     for by_row, counts, drafted in drafting:
-        # The device proposes all that it may, or nothing; a row without room yields nothing.
-        assert (drafted <= by_row).all() and (counts <= drafted + 1).all()
+        # What the host drafted ahead goes to positions of padding as well.
+        assert (counts <= drafted + 1).all() and (on_host or (drafted <= by_row).all())
     assert any(len({*drafted[drafted > 0].tolist()}) > 1 for _, _, drafted in drafting)
     assert any((counts > 2).any() for _, counts, _ in drafting)
 

@@ -54,8 +54,10 @@ _HORIZON = 32
 _LAPSED, _MOST_PATIENCE = 32, 0.1
 """Tokens of a row that a network will have to catch up with, as far as one knows, when it stops; plain steps that a
 step may lose for not having to."""
-_PLAN_DRAFTS, _PLAN_STEPS = 2, 32
+_PLAN_DRAFTS, _SETTLED_PLAN_DRAFTS, _PLAN_STEPS = 2, 8, 32
 """Results with drafts, and steps, for which a plan holds: to make one takes the host as long as ten kernels."""
+_YOUNG_DRAFTS, _CLEAR_GAIN = 16, 0.15
+"""Results with drafts of the same rows, and gain of a step, from which on little changes from one to the next."""
 _FRACTIONS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of a row, in the mean, of the numbers of drafts that runners have which may have any."""
 
@@ -74,16 +76,21 @@ class RowLengths(NamedTuple):
 
 class _Plan(NamedTuple):
     """For steps of these rows. yields: tokens of a row, in the mean, with each of `sizes`; best: of these the number
-    with the most tokens a second. order: positions of all rows, row after row, the likeliest first."""
+    with the most tokens a second, trial: that of a trial. order: positions of all rows, row after row, the likeliest
+    first. begun_at: results with drafts before the first plan for these rows; made_at: the same before this one, and
+    steps. holds: for so many results."""
 
     slots: IntArray
     sizes: Sequence[Size]
     yields: list[float]
     costs: list[Cost]
     best: int
+    trial: int
     order: IntArray
     lengths: dict[int, RowLengths]
+    begun_at: int
     made_at: tuple[int, int]
+    holds: int
 
     @property
     def gain(self) -> float:
@@ -183,7 +190,7 @@ class DraftLengths:
             start_ns = before.end_ns if before is not None and is_next else times[0]
             was_same = before is not None and before.key == key
             costs.note(times[1] - start_ns, key, num_caught, is_rough=not is_next, is_settled=was_same)
-            costs.earn(times[1] - start_ns, key, float(counts.mean()) if key else 0.0, num_caught)
+            costs.earn(times[1] - start_ns, key, int(counts.sum()) / len(counts) if key else 0.0, num_caught)
             if key:
                 self._unseen = max(0, self._unseen - 1)
         elif key and key in costs.drafting:
@@ -192,11 +199,8 @@ class DraftLengths:
         if lengths is None or drafted is None:
             return
         # Rows without room say nothing of drafts, nor do those that the network is behind with.
-        is_row = (counts > 0) & (lengths.by_row > 0)
-        if self._catch_up:
-            is_row &= drafted > 0
         self._num_told += 1
-        self._acceptance.observe(slots[is_row], counts[is_row], lengths.by_row[is_row])
+        self._acceptance.observe(slots, counts, lengths.by_row * (drafted > 0) if self._catch_up else lengths.by_row)
 
     def _choose(self, slots: IntArray, is_alone: bool) -> RowLengths | None:
         costs = self._costs[_bucket(len(slots))]
@@ -247,23 +251,15 @@ class DraftLengths:
 
     def _trial(self, plan: _Plan, costs: StepCosts) -> RowLengths | None:
         """The first step of a trial, of the number of drafts of which most is hoped; None: there is no credit."""
-        sizes, num_rows = plan.sizes, len(plan.slots)
-        # All rows draft in it, if there are that many: what the others would yield nobody would know.
-        first = next((index for index, size in enumerate(sizes) if size.num_drafts >= num_rows), len(sizes) - 1)
+        sizes, index = plan.sizes, plan.trial
         is_unseen = bool(self._catch_up) and not costs.has_caught_up and costs.to_trial < 0
         # The cost of catching up is better known before it is with much: steps tell it whose own is known.
         if is_unseen and 2 * LEAST_CAUGHT <= self._lapsed[plan.slots].max() <= 4 * LEAST_CAUGHT:
             known = min(costs.drafting, key=lambda key: costs.drafting[key].ns)
             return self._try(plan.slots, costs, known)
-        losses = [cost.expected - tokens for cost, tokens in zip(plan.costs, plan.yields, strict=True)]
-        hopes = [tokens / cost.least for cost, tokens in zip(plan.costs, plan.yields, strict=True)]
-        index = max(range(first, len(sizes)), key=hopes.__getitem__)
-        if hopes[index] < _MARGIN:
-            # Nothing would pay as things are. What drafts yield is told by the cheapest as well.
-            index = min(range(first, len(sizes)), key=losses.__getitem__)
         cost = plan.costs[index].expected
         unseen = self._unseen if costs.to_trial >= 0 else 0
-        loss = max(losses[index], _LEAST_LOSS)
+        loss = max(cost - plan.yields[index], _LEAST_LOSS)
         of_trial = (unseen + _TRIAL_STEPS) * loss
         # Numbers by row take longer than all else here.
         reserve = _RESERVE if self._catch_up else 0.0
@@ -308,14 +304,17 @@ class DraftLengths:
         if (
             plan is None
             or not _are_same(plan.slots, slots)
-            or self._num_told - plan.made_at[0] >= _PLAN_DRAFTS
+            or self._num_told - plan.made_at[0] >= plan.holds
             or self._num_chosen - plan.made_at[1] >= _PLAN_STEPS
         ):
-            self._plan = plan = self._new_plan(slots, costs)
+            begun_at = plan.begun_at if plan is not None and _are_same(plan.slots, slots) else self._num_told
+            self._plan = plan = self._new_plan(slots, costs, begun_at)
         return plan
 
-    def _new_plan(self, slots: IntArray, costs: StepCosts) -> _Plan:
+    def _new_plan(self, slots: IntArray, costs: StepCosts, begun_at: int) -> _Plan:
         sizes, num_rows = self._sizes_for(len(slots)), len(slots)
+        # All rows draft in a trial, if there are that many: what the others would yield nobody would know.
+        first = next((index for index, size in enumerate(sizes) if size.num_drafts >= num_rows), len(sizes) - 1)
         likely_RK = self._acceptance.by_position(slots)
         order, tokens_N = self._ordered(likely_RK)
         yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
@@ -326,7 +325,21 @@ class DraftLengths:
             is_near = yields[index] / of_sizes[index].expected * _MARGIN >= yields[best] / of_sizes[best].expected
             if size.key == costs.key and is_near:
                 best = index
-        return _Plan(slots, sizes, yields, of_sizes, best, order, {}, (self._num_told, self._num_chosen))
+        plan = _Plan(
+            slots=slots,
+            sizes=sizes,
+            yields=yields,
+            costs=of_sizes,
+            best=best,
+            trial=_most_hopeful(yields, of_sizes, first),
+            order=order,
+            lengths={},
+            begun_at=begun_at,
+            made_at=(self._num_told, self._num_chosen),
+            holds=_PLAN_DRAFTS,
+        )
+        is_settled = self._num_told - begun_at >= _YOUNG_DRAFTS and abs(plan.gain) >= _CLEAR_GAIN
+        return plan._replace(holds=_SETTLED_PLAN_DRAFTS) if is_settled else plan
 
     def _ordered(self, likely_RK: Floats) -> tuple[IntArray, Floats]:
         """Positions of all rows in the order in which they get drafts, and the tokens that those up to each yield."""
@@ -372,6 +385,15 @@ class DraftLengths:
         for key, fraction in enumerate(_FRACTIONS, 1):
             found.setdefault(min(max(math.ceil(num_rows * fraction), least), most), key)
         return [Size(key, num_drafts) for num_drafts, key in found.items()]
+
+
+def _most_hopeful(yields: Sequence[float], costs: Sequence[Cost], first: int) -> int:
+    """The number of a size from `first` on that may be best, with costs as low as they may be."""
+    index = max(range(first, len(costs)), key=lambda index: yields[index] / costs[index].least)
+    if yields[index] / costs[index].least >= _MARGIN:
+        return index
+    # Nothing would pay as things are: drafts of the cheapest size tell as well what they yield.
+    return min(range(first, len(costs)), key=lambda index: costs[index].expected - yields[index])
 
 
 def _are_same(slots: IntArray, others: IntArray) -> bool:

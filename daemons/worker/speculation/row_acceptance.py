@@ -30,21 +30,26 @@ _FIRST = 0.55
 
 
 class RowAcceptance:
-    """Used by one thread."""
+    """Used by one thread. Calls of numpy are what it costs the host, some thirty a step: arrays of what was told and of
+    what was right lie together."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
-        self._positions = np.arange(1, max_drafts + 1, dtype=np.int32)
-        self._told_SK, self._right_SK = np.zeros((2, num_slots, max_drafts), np.float64)
-        self._usual_told_2K = np.full((2, max_drafts), 1.0)
-        self._usual_right_2K = np.full((2, max_drafts), _FIRST)
+        # Of drafts that were told, and of those that were right.
+        self._told_right_2SK = np.zeros((2, num_slots, max_drafts), np.float64)
+        self._usual_2_2K = np.ones((2, 2, max_drafts), np.float64)
+        """By kind; as before."""
+        self._usual_2_2K[:, 1] = _FIRST
         self._kind_S: npt.NDArray[np.intp] = np.zeros(num_slots, np.intp)
         # The step, of those that are observed, in which a slot told something last.
         self._told_at_S = np.zeros(num_slots, np.int64)
         self._step = 0
+        # Row n: ones at the first n positions.
+        self._first_n = np.tri(max_drafts + 1, max_drafts, -1)
+        self._behind_21 = np.array([[0], [1]], np.int32)
 
     def admitted(self, slot: int, *, is_sampled: bool) -> None:
         """Another request took the slot: nothing is known of it but whether it is sampled."""
-        self._told_SK[slot] = self._right_SK[slot] = 0.0
+        self._told_right_2SK[:, slot] = 0.0
         self._kind_S[slot], self._told_at_S[slot] = int(is_sampled), self._step
 
     def passed(self) -> None:
@@ -52,51 +57,46 @@ class RowAcceptance:
         self._step += 1
 
     def observe(self, slots: IntArray, counts: IntArray, drafted: IntArray) -> None:
-        """Rows yielded `counts` tokens, at least one, and had so many drafts, int32 [R] each. Tells of the positions
-        up to the first wrong draft."""
-        right_RK = self._positions < counts[:, None]
-        told_RK = (self._positions <= counts[:, None]) & (self._positions <= drafted[:, None])
-        right_RK &= told_RK
-        before_RK, right_before_RK = self._told_SK[slots], self._right_SK[slots]
-        surprise_RK = np.abs(right_RK - (right_before_RK + 0.5) / (before_RK + 1.0))
-        kept_RK = 1.0 - told_RK * np.maximum(_LOST * surprise_RK, _LEAST_LOST)
+        """Rows yielded `counts` tokens and had so many drafts, int32 [R] each; of none nothing is told. Tells of the
+        positions up to the first wrong draft."""
+        before_2RK = self._told_right_2SK[:, slots]
+        now_2RK = self._first_n[np.maximum(np.minimum(counts - self._behind_21, drafted), 0)]
+        surprise_RK = np.abs(now_2RK[1] - (before_2RK[1] + 0.5) / (before_2RK[0] + 1.0))
+        kept_RK = 1.0 - now_2RK[0] * np.maximum(_LOST * surprise_RK, _LEAST_LOST)
         kept_RK *= self._since(slots)[:, None]
-        self._told_SK[slots] = before_RK * kept_RK + told_RK
-        self._right_SK[slots] = right_before_RK * kept_RK + right_RK
+        self._told_right_2SK[:, slots] = before_2RK * kept_RK + now_2RK
         self._told_at_S[slots] = self._step
         # Requests differ more than the drafts of one: its first ones say more of what is usual.
-        weights_RK = told_RK.astype(np.float64) * np.maximum(_PRIOR / (before_RK + _PRIOR), _LEAST_WEIGHT)
+        weighed_2RK = now_2RK * np.maximum(_PRIOR / (before_2RK[0] + _PRIOR), _LEAST_WEIGHT)
         kinds = self._kind_S[slots]
-        first = int(kinds[0]) if len(kinds) else 0
-        if (kinds == first).all():
-            self._add_usual(first, weights_RK, right_RK)
+        first = int(kinds[0])
+        if len(kinds) == 1 or (kinds == first).all():
+            self._add_usual(first, weighed_2RK)
             return
         for kind in (0, 1):
-            self._add_usual(kind, weights_RK[kinds == kind], right_RK[kinds == kind])
+            self._add_usual(kind, weighed_2RK[:, kinds == kind])
 
     def by_position(self, slots: IntArray) -> Floats:
         """[R, K]: how likely the n-th draft of a row and all before it are right. No row's numbers rise."""
-        usual_RK = (self._usual_right_2K / self._usual_told_2K)[self._kind_S[slots]]
-        since_R1 = self._since(slots)[:, None]
-        told_KR, right_KR = (self._told_SK[slots] * since_R1).T, (self._right_SK[slots] * since_R1).T
+        usual_2_2K = self._usual_2_2K
+        usual_KR = (usual_2_2K[:, 1] / usual_2_2K[:, 0])[self._kind_S[slots]].T
+        told_KR, right_KR = (self._told_right_2SK[:, slots] * self._since(slots)[:, None]).transpose(0, 2, 1)
+        told_KR = told_KR + _PRIOR
         likely_KR = np.empty_like(told_KR)
-        prior_R = usual_RK[:, 0]
+        prior_R = usual_KR[0]
         for number in range(len(likely_KR)):
             if number:
-                prior_R = 0.5 * (usual_RK[:, number] + likely_KR[number - 1])
-            likely_KR[number] = (right_KR[number] + _PRIOR * prior_R) / (told_KR[number] + _PRIOR)
+                prior_R = 0.5 * (usual_KR[number] + likely_KR[number - 1])
+            likely_KR[number] = (right_KR[number] + _PRIOR * prior_R) / told_KR[number]
         return np.cumprod(likely_KR, axis=0, dtype=np.float64).T
 
     def _since(self, slots: IntArray) -> Floats:
         """Weight of what a row has told: it has drafted nothing for a while."""
-        part_R: Floats = np.exp2((self._told_at_S[slots] - self._step) / _HALF_LIFE)
+        part_R: Floats = np.exp2((self._told_at_S[slots] - self._step) * (1.0 / _HALF_LIFE))
         return part_R
 
-    def _add_usual(self, kind: int, weights_RK: Floats, right_RK: npt.NDArray[np.bool_]) -> None:
+    def _add_usual(self, kind: int, weighed_2RK: Floats) -> None:
         """A step counts once, however many rows it has."""
-        if not len(weights_RK):
-            return
-        told_K = weights_RK.mean(axis=0)
-        kept_K = 1 - (1 - _USUAL_KEPT) * told_K
-        self._usual_told_2K[kind] = self._usual_told_2K[kind] * kept_K + told_K
-        self._usual_right_2K[kind] = self._usual_right_2K[kind] * kept_K + (weights_RK * right_RK).mean(axis=0)
+        mean_2K = np.add.reduce(weighed_2RK, axis=1) * (1.0 / weighed_2RK.shape[1])
+        usual_2K = self._usual_2_2K[kind]
+        self._usual_2_2K[kind] = usual_2K * (1.0 - (1 - _USUAL_KEPT) * mean_2K[0]) + mean_2K

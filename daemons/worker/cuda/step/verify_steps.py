@@ -359,8 +359,10 @@ class VerifySteps:
             starts[:count], counts[:count] = -1, most if by_row is None else by_row
             return
         starts[:count] = rows.bounds.known_lens
-        wanted = [self._draft_row(slot, row, rows.bounds) for row, slot in enumerate(rows.slots.tolist())]
-        for row, drafts in enumerate(drafts_of(self._drafter, wanted, self._model.vocab_size)):
+        counts[:count] = 0
+        drafting = range(count) if by_row is None else np.flatnonzero(by_row).tolist()
+        wanted = [self._draft_row(int(rows.slots[row]), row, rows.bounds) for row in drafting]
+        for row, drafts in zip(drafting, drafts_of(self._drafter, wanted, self._model.vocab_size), strict=True):
             counts[row] = len(drafts)
             columns[_COLUMNS : _COLUMNS + len(drafts), row] = drafts
 
