@@ -106,7 +106,7 @@ def test_rows_of_a_step_draft_as_many_tokens_as_was_chosen_for_each(monkeypatch,
     check_same_outputs(got, want, num_out=9, atol=logprob_tolerance(MODEL))
     drafting = [(of.by_row, counts, drafted) for of, counts, drafted in told if of is not None]
     for by_row, counts, drafted in drafting:
-        # What the host drafted ahead goes to positions of padding as well.
+        # Drafts that the host made ahead go to positions of padding as well.
         assert (counts <= drafted + 1).all() and (on_host or (drafted <= by_row).all())
     assert any(len({*drafted[drafted > 0].tolist()}) > 1 for _, _, drafted in drafting)
     assert any((counts > 2).any() for _, counts, _ in drafting)

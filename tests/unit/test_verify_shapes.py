@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.worker.cuda.step.step_graphs import default_graph_rows, tuned_rows
-from radixmesh.daemons.worker.cuda.step.verify_shapes import DraftLayout, StepShape, VerifyShapes, ragged_sizes
-from radixmesh.daemons.worker.cuda.step.verify_steps import _firsts_of
+from radixmesh.daemons.worker.cuda.step.verify_shapes import (
+    DraftLayout,
+    StepShape,
+    VerifyShapes,
+    first_positions,
+    ragged_sizes,
+)
 from radixmesh.daemons.worker.speculation.adaptive import RowLengths
 
 
@@ -58,7 +63,7 @@ def test_rows_of_a_ragged_step_lie_one_behind_the_other_to_its_end(data, num_pos
     by_row = np.array(data.draw(st.lists(st.integers(0, num_positions - 1), max_size=num_rows)), np.int32)
     used = len(by_row) + int(by_row.sum())
     size = data.draw(st.integers(max(1, used), num_rows * num_positions))
-    firsts = _firsts_of(StepShape(num_rows, num_positions, size), len(by_row), by_row)
+    firsts = first_positions(StepShape(num_rows, num_positions, size), len(by_row), by_row)
     sizes = np.diff(np.append(firsts, size))
     assert firsts[0] == 0 and (sizes >= 0).all() and (sizes <= num_positions).all()
     assert (sizes[: len(by_row)] >= by_row + 1).all()

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.speculation.adaptive import RowLengths
 from radixmesh.daemons.worker.speculation.step_costs import Size
 
@@ -110,6 +113,19 @@ class VerifyShapes:
                 fitting = [shape for shape in fitting if shape.size > num_rows]
             self._fitting[key] = sorted(fitting, key=lambda shape: shape.size)
         return self._fitting[key]
+
+
+def first_positions(shape: StepShape, num_rows: int, num_drafts: int | IntArray) -> IntArray:
+    """The first positions of a ragged step's rows, of which the first num_rows have so many drafts. Positions that are
+    left go to rows from the last one on, padding that is: no row has more than there may be."""
+    sizes = np.zeros(shape.num_rows, np.int32)
+    sizes[:num_rows] = np.add(num_drafts, 1)
+    left = shape.size - int(sizes.sum())
+    assert left >= 0, (shape, num_drafts)
+    if left:
+        room = (shape.num_positions - sizes)[::-1]
+        sizes += np.clip(left - np.cumsum(room) + room, 0, room)[::-1].astype(np.int32)
+    return np.cumsum(sizes, dtype=np.int32) - sizes
 
 
 def even_drafts(max_drafts: int) -> list[int]:

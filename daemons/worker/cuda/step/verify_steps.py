@@ -35,7 +35,7 @@ from radixmesh.daemons.worker.cuda.step.sampling.slot_chains import ForcedDrafts
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
-from radixmesh.daemons.worker.cuda.step.verify_shapes import DraftLayout, StepShape, VerifyShapes
+from radixmesh.daemons.worker.cuda.step.verify_shapes import DraftLayout, StepShape, VerifyShapes, first_positions
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.speculation.adaptive import DraftLengths, RowLengths
@@ -372,7 +372,7 @@ class VerifySteps:
             return None
         if self._firsts_before is None or self._firsts_before[0] != shape or self._firsts_before[1] is not chosen:
             num_drafts = shape.num_positions - 1 if chosen is None else chosen.by_row
-            self._firsts_before = shape, chosen, _firsts_of(shape, num_rows, num_drafts)
+            self._firsts_before = shape, chosen, first_positions(shape, num_rows, num_drafts)
         return self._firsts_before[2]
 
     def _is_ragged(self, shape: StepShape) -> bool:
@@ -480,19 +480,6 @@ class VerifySteps:
         if trees is None:
             self._accept(shape, None, waits_B)
         return logits_TV
-
-
-def _firsts_of(shape: StepShape, num_rows: int, num_drafts: int | IntArray) -> IntArray:
-    """The first positions of a ragged step's rows, of which the first num_rows have so many drafts. Positions that are
-    left go to rows from the last one on, padding that is: no row has more than there may be."""
-    sizes = np.zeros(shape.num_rows, np.int32)
-    sizes[:num_rows] = np.add(num_drafts, 1)
-    left = shape.size - int(sizes.sum())
-    assert left >= 0, (shape, num_drafts)
-    if left:
-        room = (shape.num_positions - sizes)[::-1]
-        sizes += np.clip(left - np.cumsum(room) + room, 0, room)[::-1].astype(np.int32)
-    return np.cumsum(sizes, dtype=np.int32) - sizes
 
 
 def _positions_of(asking: Asking, verifying: Verifying) -> Asking:
