@@ -71,6 +71,8 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                         **best,
                         **_since(before, await _drafts(of_scheduler)),
                         "runs": [row["out_tok_s"] for row in rows],
+                        "first_tokens_s": [row["first_token_s"] for row in rows],
+                        "busy": [row["device_busy"] for row in rows],
                     }
                     print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
             except BaseException:

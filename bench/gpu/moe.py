@@ -48,9 +48,17 @@ _SHAPES = {
     "qwen3-30b-a3b": _Shape(2048, 768, 128, RouterRule(num_picks=8, is_normalised=True)),
     "deepseek-v2-lite": _Shape(2048, 1408, 64, RouterRule(num_picks=6)),
 }
-# Columns, depth, warps, stages of a program.
+# Columns, depth, warps, stages of a program, and whether TMA loads its weights, if not False.
+_Block = tuple[int, int, int, int] | tuple[int, int, int, int, bool]
 _SMALL = ((32, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3), (32, 256, 4, 3))
 _LARGE = ((64, 64, 4, 4), (128, 64, 8, 3), (64, 64, 8, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3))
+_BY_TMA = (
+    (128, 64, 8, 3, True),
+    (128, 64, 8, 4, True),
+    (256, 64, 8, 3, True),
+    (64, 64, 8, 4, True),
+    (128, 128, 8, 2, True),
+)
 
 
 class _Layer:
@@ -168,10 +176,10 @@ def _tile_rows(layer: _Layer) -> tuple[int, ...]:
     return (16,) if average <= 4 else (16, 32) if average <= 16 else (32, 64) if average <= 48 else (64, 128)
 
 
-def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[str, tuple[int, int, int, int]], float]:
+def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[str, _Block], float]:
     """Microseconds of a part in a block; those that the GPU has no room for are left out."""
-    times_us: dict[tuple[str, tuple[int, int, int, int]], float] = {}
-    for block in _SMALL if tile_rows <= 32 else _LARGE:
+    times_us: dict[tuple[str, _Block], float] = {}
+    for block in _SMALL if tile_rows <= 32 else _LARGE if tile_rows <= 64 else (*_BY_TMA, *_LARGE):
         if time.monotonic() > deadline:
             break
         config = GroupedConfig(*block)

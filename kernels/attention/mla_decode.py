@@ -18,8 +18,8 @@ from radixmesh.kernels.hopper import has_wgmma
 
 # Query heads of a program: as many rows as one warp group multiplies.
 _MOST_HEADS = 64
-SM90_CONFIG = SplitConfig(heads=1, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=2, is_sm90=True)
-"""Of the kernel written for Hopper."""
+SM90_CONFIG = SplitConfig(heads=1, block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=4, is_sm90=True)
+"""Of the kernel written for Hopper; warps and stages are of the one that computes what it does not."""
 
 
 def mla_head_blocks(num_heads: int) -> int:

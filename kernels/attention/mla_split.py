@@ -50,7 +50,7 @@ def mla_split_attention(
     tail_starts, tail_tokens = tails if tails is not None else (None, None)
     if config.is_sm90 and rope == 64 and tails is None:
         # Gluon has no interpreter: tests on a CPU never come here.
-        from radixmesh.kernels.attention.mla_split_sm90 import mla_split_sm90_kernel
+        from radixmesh.kernels.attention.mla_split_sm90 import MAX_REGISTERS, NUM_WARPS, mla_split_sm90_kernel
 
         assert begins_U is None and initial is None and shape.head_dim == 512 and part_rows == 64, (shape, config)
         mla_split_sm90_kernel[(plan.num_programs,)](
@@ -58,7 +58,7 @@ def mla_split_attention(
             parts.lses, parts.arrivals, out, out_lse, page_tables.stride(0), ends_U.shape[0], scale * LOG2_E,
             H=shape.num_heads, HEADS=shape.group_size, R=shape.head_dim, ROPE=rope, MEMBERS=shape.members,
             PAGE_SIZE=page_size, MIN_TILES=config.min_tiles, IS_WHOLE=config.is_whole, NUM_PROGRAMS=plan.num_programs,
-            PDL=use_pdl, launch_pdl=use_pdl, num_warps=config.num_warps, maxnreg=config.max_registers,
+            PDL=use_pdl, launch_pdl=use_pdl, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         return
     _mla_split_kernel[(plan.num_programs,)](

@@ -138,7 +138,8 @@ class SplitParts:
         floats = scales * max(p.shape.padded_dim for p in plans)
         self.outputs = torch.empty(floats, dtype=torch.float32, device=device)
         self.lses = torch.empty(scales, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(max(p.num_programs for p in plans), dtype=torch.int32, device=device)
+        # The kernel of `mla_split_sm90.py` counts for each half of the columns.
+        self.arrivals = torch.zeros(2 * max(p.num_programs for p in plans), dtype=torch.int32, device=device)
 
 
 def _num_sms(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import ExpertTiles, RowTiles, group_places, group_rows
@@ -60,10 +61,10 @@ def _clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def _gate_up_kernel(
     x_ptr, w_ptr, bias_ptr, weights_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride,
     bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none. pairs_ptr, tile_experts_ptr:
-    # None where all rows are of one expert.
+    # None where all rows are of one expert. w_ptr: with TMA a descriptor [E, 2 F, K] of blocks [1, BLOCK_N, BLOCK_K].
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -80,7 +81,8 @@ def _gate_up_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
         x_at = x_ptr + (pairs // A).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
+        if not TMA:
+            gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         if weights_ptr is not None:
             scale = tl.load(weights_ptr + pairs, mask=pairs < num_pairs, other=0.0)[:, None]
         gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
@@ -90,9 +92,14 @@ def _gate_up_kernel(
             x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
             if weights_ptr is not None:
                 x = (x.to(tl.float32) * scale).to(x.dtype)
-            w_mask = in_row[:, None] & column_mask
-            gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
-            up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
+            if TMA:
+                first = tl.program_id(0) * BLOCK_N
+                gate = tl.reshape(w_ptr.load([expert.to(tl.int32), first, start]), (BLOCK_N, BLOCK_K)).T
+                up = tl.reshape(w_ptr.load([expert.to(tl.int32), F + first, start]), (BLOCK_N, BLOCK_K)).T
+            else:
+                w_mask = in_row[:, None] & column_mask
+                gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
+                up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
             gate_sums = tl.dot(x, gate, gate_sums, input_precision=PRECISION)
             up_sums = tl.dot(x, up, up_sums, input_precision=PRECISION)
         if bias_ptr is not None:
@@ -111,8 +118,9 @@ def _gate_up_kernel(
 def _down_kernel(
     h_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, bias_stride, D,
     K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # w_ptr: with TMA a descriptor [E, D, K] of blocks [1, BLOCK_N, BLOCK_K].
     tile = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
@@ -129,12 +137,17 @@ def _down_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + slots)[:, None] * K + depth[None, :]
-        w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
+        if not TMA:
+            w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             in_row = depth < K - start
             h = tl.load(h_at + start, mask=row_mask & in_row[None, :], other=0.0)
-            w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
+            if TMA:
+                first = tl.program_id(0) * BLOCK_N
+                w = tl.reshape(w_ptr.load([expert.to(tl.int32), first, start]), (BLOCK_N, BLOCK_K)).T
+            else:
+                w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
             sums = tl.dot(h, w, sums, input_precision=PRECISION)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=columns < D, other=0.0)
@@ -288,13 +301,15 @@ def gate_up_silu(
     num_tiles, tile_rows = tiles.sizes
     mlp, hidden = w_gate_up_E2FD.shape[1] // 2, w_gate_up_E2FD.shape[2]
     gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
+    blocks = _blocks_of(w_gate_up_E2FD, config)
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
     _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
-        x_TD, w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N,
-        num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F), mlp, A=tiles.num_picks,
-        K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(x_TD),
-        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, PDL=use_pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=use_pdl,
+        x_TD, blocks or w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR,
+        tiles.tile_experts_N, num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F),
+        mlp, A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
+        PRECISION=_precision(x_TD), LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha,
+        TMA=blocks is not None, PDL=use_pdl, num_warps=config.num_warps, num_stages=config.num_stages,
+        launch_pdl=use_pdl,
     )  # fmt: skip
     return gated_NRF
 
@@ -313,11 +328,12 @@ def down(
     num_tiles, tile_rows, mlp = gated_NRF.shape
     hidden = w_down_EDF.shape[1]
     results_PD = gated_NRF.new_empty(num_pairs, hidden)
+    blocks = _blocks_of(w_down_EDF, config)
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
-        gated_NRF, w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
+        gated_NRF, blocks or w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
         w_down_EDF.stride(0), _stride(b_down_ED), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns,
-        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), PDL=use_pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=use_pdl,
+        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), TMA=blocks is not None, PDL=use_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
     return results_PD
 
@@ -372,6 +388,20 @@ def routed_experts_reference(
         # Rows that do not pick an expert take nothing from it, whatever it makes of them.
         total_TD += torch.where(is_picked_T1 != 0, is_picked_T1 * result_TD, 0.0)
     return total_TD.to(x_TD.dtype)
+
+
+def _blocks_of(w_ENK: torch.Tensor, config: GroupedConfig) -> TensorDescriptor | None:
+    """The weights as TMA reads them, in blocks [1, columns, depth]; None: they are loaded by pointers."""
+    if not config.by_tma or not fits_tma(w_ENK):
+        return None
+    return TensorDescriptor(w_ENK, list(w_ENK.shape), list(w_ENK.stride()), [1, config.columns, config.depth])
+
+
+def fits_tma(w_ENK: torch.Tensor) -> bool:
+    """True where TMA can read such weights: every row of them begins at a multiple of 16 bytes."""
+    row_bytes = w_ENK.shape[2] * w_ENK.element_size()
+    is_aligned = row_bytes % 16 == 0 and w_ENK.data_ptr() % 16 == 0
+    return is_aligned and (not w_ENK.is_cuda or torch.cuda.get_device_capability(w_ENK.device) >= (9, 0))
 
 
 def _stride(bias_EN: torch.Tensor | None) -> int:

@@ -247,14 +247,17 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
         assert torch.equal(together[own], alone)
 
 
-def test_a_configuration_changes_nothing_but_time() -> None:
-    x_TD, routes, w_gate_up, w_down = _operands(23, 5, 3, 96, 64, torch.float32)
+@pytest.mark.parametrize("by_tma", [False, True])
+@pytest.mark.parametrize(("hidden", "mlp"), [(96, 64), (72, 88)])
+def test_a_configuration_changes_nothing_but_time(hidden: int, mlp: int, by_tma: bool) -> None:
+    """Of the other sizes blocks of gate reach into up, and those of the last expert beyond the weights."""
+    x_TD, routes, w_gate_up, w_down = _operands(23, 5, 3, hidden, mlp, torch.float32)
     want = routed_experts_reference(x_TD, routes, w_gate_up, w_down)
     for tile_rows, columns, depth in ((16, 32, 32), (32, 64, 16), (64, 16, 128)):
-        block = GroupedConfig(columns=columns, depth=depth, num_warps=4, num_stages=2)
+        block = GroupedConfig(columns=columns, depth=depth, num_warps=4, num_stages=2, by_tma=by_tma)
         config = ExpertsConfig(tile_rows=tile_rows, gate_up=block, down=block)
         got = routed_experts(x_TD, routes, w_gate_up, w_down, config=config)
-        torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, 160, float(want.abs().max())))
+        torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, hidden + mlp, float(want.abs().max())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
