@@ -187,8 +187,7 @@ def _daemon_start(got: Mapping[str, Any]) -> str:
         f"The whole daemon, mask processes included, commit {got['commit']} (`{got['command']}`): it serves "
         f"{cold['serving_s']:.1f} s after an empty start and {warm['serving_s']:.1f} with warm caches, where commit "
         f"{before['commit']} took {before['serving_s']['cold 1']:.1f} and {before['serving_s']['warm 1']:.1f}. Ends of "
-        f"phases of the empty one, by their events in the log: {phases}. Both captured some of the graphs later, "
-        "between steps, which takes some 2 s more at the start since then."
+        f"phases of the empty one, by their events in the log: {phases}."
     )
 
 
