@@ -9,6 +9,7 @@ turn meet the same neighbours.
     python bench/router_http_cpu.py --trees ../before . --rounds 3
     --workload groups: 384 prompts of 24 groups, 24 tokens each; long: 64 streams of 400 tokens behind short prompts;
         groups_one, short: a token each behind long and short prompts; brief: 24 tokens each behind short ones
+    --at-once 1 16 64: so many streams at a time, in place of the workload's own number
     --profile FILE: cProfile of the router (its figures then count for nothing)
 """
 
@@ -134,9 +135,16 @@ async def until_ready(port: int, prompt: str) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measure(tree: Path, workload: str, port: int, profile: str, local_outputs: int) -> dict[str, float]:
-    make_prompts, max_tokens, at_once = WORKLOADS[workload]
+async def measure(
+    tree: Path, workload: str, port: int, profile: str, local_outputs: int, at_once: int
+) -> dict[str, float]:
+    """at_once: streams, 0 = as many as the workload has."""
+    make_prompts, max_tokens, most = WORKLOADS[workload]
     prompts = make_prompts()
+    if at_once:
+        # One stream takes minutes for all.
+        prompts = prompts[: max(40, 24 * at_once)]
+    at_once = at_once or most
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     with tempfile.TemporaryDirectory(prefix="rm") as folder:
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -176,25 +184,33 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=18_431)
     parser.add_argument("--profile", default="")
     parser.add_argument("--local-outputs", type=int, default=0, help="text in the router, for so many outputs at once")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[0], help="streams, in place of the workload's own")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.trees]
     rows: list[dict[str, object]] = []
+    cases = {
+        f"{workload}, {at_once} at once" if at_once else workload: (workload, at_once)
+        for workload in options.workload
+        for at_once in options.at_once
+    }
     for number in range(options.rounds):
-        for workload in options.workload:
+        for name, (workload, at_once) in cases.items():
             for index, tree in enumerate(trees):
-                seen = asyncio.run(measure(tree, workload, options.port, options.profile, options.local_outputs))
-                rows.append({"round": number, "workload": workload, "tree": index, **seen})
+                seen = asyncio.run(
+                    measure(tree, workload, options.port, options.profile, options.local_outputs, at_once)
+                )
+                rows.append({"round": number, "workload": name, "tree": index, **seen})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     medians = {
-        workload: [
+        name: [
             statistics.median(
                 float(str(row["router_us_per_token"]))
                 for row in rows
-                if row["workload"] == workload and row["tree"] == index
+                if row["workload"] == name and row["tree"] == index
             )
             for index in range(len(trees))
         ]
-        for workload in options.workload
+        for name in cases
     }
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_average": os.getloadavg()[0]}
     print(json.dumps({"machine": machine, "median_router_us_per_token": medians, "rounds": rows}, indent=1))

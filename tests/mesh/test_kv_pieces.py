@@ -12,9 +12,10 @@ import grpc
 import numpy as np
 import pytest
 from mesh.test_kv_device import DEVICE, _plan, device_of
-from mesh.test_kv_transfer import TIMEOUT_S, Pair, answer_of, error_of, pair
+from mesh.test_kv_transfer import TIMEOUT_S, Pair, answer_of, error_of, pair, prefill
 from mesh.test_kv_transports import until
 from mesh.test_late_writers import _ended
+from support.kv_writers import needs_nixl
 from support.plans import admit, chunk, grant
 from support.worker_client import WorkerClient
 
@@ -25,6 +26,7 @@ from radixmesh.daemons.worker.kv_transfer.host_process import host_name
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
 from radixmesh.daemons.worker.kv_transfer.receiver import Region
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES
+from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.daemons.worker.kv_transfer.transports.device_transport import DeviceWriter
 from radixmesh.worker.v1 import worker_pb2
 
@@ -330,3 +332,28 @@ async def test_a_process_that_ends_waits_for_no_copy() -> None:
             await asyncio.wait((finishing,))
         assert finishing.cancelled()
         device.lands.set()
+
+
+@needs_nixl
+async def test_all_may_have_come_ahead_of_the_last_word() -> None:
+    """A writer that tells of its stamp by a word of its own: there is nothing left to copy behind that."""
+    fields = {"transfer_transport": TransferTransport.NIXL, "transfer_piece_bytes": 1, "faults": ("writing@1:1000",)}
+    async with pair(has_devices=True, **fields) as both:
+        await prefill(both, 0, 1)
+        region = await both.prepare()
+        held = both.core(1).transfers.receiver.get("t")
+        starting = asyncio.ensure_future(both.start(region, range(48), [1] * 48))
+        await until(lambda: held.num_tokens_in_order() == 48)
+        held.is_ending = True
+        target = range(100, 148)
+        committing = asyncio.ensure_future(
+            _answer_or_error(both.commit(target, takes_scattering=True, takes_pieces=True))
+        )
+        await until(lambda: device_of(both, 1).num_scattered == 1)
+        assert held.reception.state is ReceiveState.WRITING and not committing.done()
+        await starting
+        assert (await committing).state == worker_pb2.TRANSFER_STATE_SCATTERING
+        await until(lambda: held.reception.is_over)
+        assert held.reception.state is ReceiveState.VALIDATED and device_of(both, 1).num_scattered == 1
+        theirs = both.core(0).executor.runner.read_kv(as_ints(range(48)))
+        assert (both.core(1).executor.runner.read_kv(as_ints(target)) == theirs).all()
