@@ -240,14 +240,16 @@ def _speculation(_: Mapping[str, Any]) -> list[str]:
             *(r["drafter"], f"{r['rows']}", f"{r['plain_tokens_per_s']:,.0f}", f"{r['tokens_per_s']:,.0f}"),
             *(f"{r[key]:.2f}" for key in ("tokens_a_row", "ms", "speed_up")),
         ]
-        for r in got["results"]
+        for r in (*got["results"], *got["mixed"]["results"])
     ]
     return [
         *("### Tokens a second with drafts", ""),
         wrapped(
             f"{got['shape']}, context {got['context']}, up to {got['results'][0]['drafts']} drafts a row, of the "
             f"worker alone (`{got['command']}`). forced: each draft of the host is right with that probability; ngram: "
-            "all are right, but the first; wrong: none is. Adaptive steps draft only while that pays."
+            "all are right, but the first; wrong: none is. Adaptive steps draft only while that pays. mixed: drafts of "
+            f"half of the rows are right with 0.9, of the others with 0.1 (`{got['mixed']['command']}`); chains: all "
+            "rows have all drafts; by row: as adaptive steps do it; all or nothing: as they did before."
         ),
         "",
         *table(["drafter", "rows", "plain, tokens / s", "tokens / s", "tokens of a row", "ms", "over plain"], rows),
