@@ -30,8 +30,6 @@ MAX_REGISTERS = 128
 """Of a thread when the kernel starts, in four warp groups. They divide them anew: scores get what the others leave."""
 _SUM_REGISTERS: gl.constexpr = gl.constexpr(168)
 _COPY_REGISTERS: gl.constexpr = gl.constexpr(48)
-BLOCK_N = 64
-QUERIES = 64
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ class SplitConfig:
     tiles ahead: 3, 5 or 7. programs_per_sm: must all be resident at once, or the last ones wait for the first.
     is_whole: units are never cut, so that a row's bits depend on nothing but the row. A unit belongs to the program
     in whose share it starts.
-    is_sm90: by the kernel of `mla_split_sm90.py`, which has its own stages.
+    is_sm90: by the kernel of `mla_split_sm90.py`, which has its own warps and stages.
     """
 
     heads: int

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.moe.experts_config import ExpertsConfig, GroupedConfig, default_config
 from radixmesh.kernels.moe.group_rows import ExpertTiles, RowTiles, group_places, group_rows
 from radixmesh.kernels.moe.route import Routes
@@ -392,16 +393,12 @@ def routed_experts_reference(
 
 def _blocks_of(w_ENK: torch.Tensor, config: GroupedConfig) -> TensorDescriptor | None:
     """The weights as TMA reads them, in blocks [1, columns, depth]; None: they are loaded by pointers."""
-    if not config.by_tma or not fits_tma(w_ENK):
+    # TMA wants every row and every expert to begin at a multiple of 16 bytes. The interpreter has it on a CPU.
+    distances = w_ENK.data_ptr(), *(stride * w_ENK.element_size() for stride in w_ENK.stride()[:2])
+    is_aligned = all(distance % 16 == 0 for distance in distances)
+    if not config.by_tma or not is_aligned or not (w_ENK.device.type == "cpu" or has_gdc(w_ENK.device)):
         return None
     return TensorDescriptor(w_ENK, list(w_ENK.shape), list(w_ENK.stride()), [1, config.columns, config.depth])
-
-
-def fits_tma(w_ENK: torch.Tensor) -> bool:
-    """True where TMA can read such weights: every row of them begins at a multiple of 16 bytes."""
-    row_bytes = w_ENK.shape[2] * w_ENK.element_size()
-    is_aligned = row_bytes % 16 == 0 and w_ENK.data_ptr() % 16 == 0
-    return is_aligned and (not w_ENK.is_cuda or torch.cuda.get_device_capability(w_ENK.device) >= (9, 0))
 
 
 def _stride(bias_EN: torch.Tensor | None) -> int:

@@ -260,6 +260,18 @@ def test_a_configuration_changes_nothing_but_time(hidden: int, mlp: int, by_tma:
         torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, hidden + mlp, float(want.abs().max())))
 
 
+def test_weights_that_tma_cannot_read_are_loaded_by_pointers() -> None:
+    """Rows of 6 numbers, and experts that lie 2 numbers further apart than their rows take."""
+    x_TD, routes, w_gate_up, w_down = _operands(9, 4, 2, 6, 8, torch.float32)
+    apart = torch.zeros(4, 6 * 8 + 2).as_strided((4, 6, 8), (50, 8, 1))
+    apart.copy_(w_down)
+    block = GroupedConfig(columns=16, depth=16, num_warps=4, num_stages=2, by_tma=True)
+    config = ExpertsConfig(tile_rows=16, gate_up=block, down=block)
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down)
+    got = routed_experts(x_TD, routes, w_gate_up, apart, config=config)
+    torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, 6 + 8, float(want.abs().max())))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize("limit", [None, 0.7])
