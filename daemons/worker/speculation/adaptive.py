@@ -7,9 +7,9 @@
 
 Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
 is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
-whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; once that is used up,
-nothing is drafted until it has been earned again. So whatever acceptance and costs seem to be, drafts lose about an
-eightieth of the time at most.
+whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; at some steps of debt
+nothing is drafted until half of it has been earned. So whatever acceptance and costs seem to be, drafts lose an
+eightieth of the time and 25 plain steps at most.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
