@@ -314,6 +314,22 @@ def test_a_network_knows_of_kv_that_it_has_not_computed():
     runner.copy_page(page, free, 3)
     assert is_fresh[4 * free : 4 * free + 4].tolist() == [1, 1, 1, 0]
     assert torch.equal(features[4 * free : 4 * free + 3], features[4 * page : 4 * page + 3])
+    # From host memory features come back, and the network's own KV is computed from them.
+    runner.add_host_pool(1 << 20)
+    pool, back = runner.host_pool, next(page for page in range(free + 1, 600) if not is_fresh[4 * page])
+    assert pool is not None and pool.beside_kv is not None and pool.memory is not None
+    assert pool.memory.shape[1] + pool.beside_kv.shape[1] == pool.page_bytes > pool.kv_bytes == pool.memory.shape[1]
+    with torch.inference_mode():
+        is_fresh[4 * back : 4 * back + 4] = 1
+    pool.save(np.array([page], np.int32), np.array([2], np.int32))
+    pool.load(np.array([2], np.int32), np.array([back], np.int32))
+    assert torch.equal(features[4 * back : 4 * back + 4], features[4 * page : 4 * page + 4])
+    assert not is_fresh[4 * back : 4 * back + 4].any()
+    # A store has the KV alone.
+    pool.write(np.array([2], np.int32), pool.memory[[2]])
+    pool.load(np.array([2], np.int32), np.array([back], np.int32))
+    kv = [runner.read_kv(np.arange(4 * of, 4 * of + 4, dtype=np.int32)) for of in (back, page)]
+    assert (kv[0] == kv[1]).all() and not features[4 * back : 4 * back + 4].any()
     tokens = np.arange(4 * page, 4 * page + 4, dtype=np.int32)
     runner.write_kv(tokens, runner.read_kv(tokens))
     assert not is_fresh[4 * page : 4 * page + 4].any() and not features[4 * page : 4 * page + 4].any()

@@ -186,7 +186,7 @@ class KvTransfers:
 
     async def start(self, request: worker_pb2.StartTransferRequest) -> None:
         """Gathers the next chunk of a transfer, which is sent behind those before; returns when the pages are the
-        caller's again.
+        caller's again. A chunk that fails ends the transfer, at its receiver too.
 
         Raises EPOCH_FENCED, PAGE_CONFLICT, TRANSFER_FAILED, INVALID_ARGUMENT, OVERLOADED or UNSUPPORTED.
         """

@@ -208,10 +208,11 @@ class DeviceNetwork(DeviceDrafter):
         if self.features_NF is not None:
             self.features_NF[to] = self.features_NF[since]
 
-    def received(self, tokens: torch.Tensor) -> None:
-        """KV that another process computed is on these tokens, int64: hidden states do not travel with it."""
+    def received(self, tokens: torch.Tensor, *, has_features: bool = False) -> None:
+        """KV that was computed elsewhere, or earlier, is on these tokens, int64. has_features: with what there was of
+        them here, as from host memory; hidden states do not come from other workers."""
         self.fresh.is_fresh_N[tokens] = 0
-        if self.features_NF is not None:
+        if self.features_NF is not None and not has_features:
             self.features_NF[tokens] = 0
 
     def cleared(self) -> None:
