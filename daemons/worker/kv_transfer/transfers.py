@@ -264,6 +264,9 @@ class KvTransfers:
         except BaseException:
             if is_new:
                 sender.cancel()
+                # Its copies may run for longer: it tells of its end behind them.
+                if self.senders.get(region.transfer_id) is sender:
+                    del self.senders[region.transfer_id]
             raise
 
     def _sender_of(self, request: worker_pb2.StartTransferRequest) -> tuple[KvSender, bool]:
