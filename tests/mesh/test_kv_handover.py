@@ -480,7 +480,7 @@ async def test_a_chunk_that_is_not_sent_fails_the_transfer_and_not_the_output(
         arrivals = both.planner(1).arrivals
         assert rest.finished.usage.cached_tokens == 0 and arrivals.num_arrived == 0
         assert first.result().tokens + rest.tokens == await alone(both, LONG)
-        # Where there is a stream, its end may be heard of first.
+        # The end of a stream, if there is one, may be heard of first.
         told = {"worker_writer_aborted"} if "no s" in fault else {"worker_writer_aborted", "worker_writer_gone"}
         assert arrivals.failures.total() == 1 and set(arrivals.failures) <= told, arrivals.failures
         await until(both.is_clean)

@@ -87,7 +87,7 @@ def _plain(model: str) -> tuple[list[list[int]], dict[int, list[bytes]]]:
     [("eagle3", "tiny-llama", 1), pytest.param("mtp", "tiny-deepseek", 1, marks=pytest.mark.full)],
 )
 def test_drafts_behind_a_prefix_are_the_same_wherever_that_was(algorithm: str, model: str, topk: int) -> None:
-    """What a network keeps of the target's states comes back with the KV: without it, it drafts worse."""
+    """Features of the target come back with the KV: without them a network drafts worse."""
     accepted = []
     for num_tokens, num_host_pages in ((4096, 0), (240, 1024)):
         runner = _runner(algorithm, model, num_tokens, 4)
