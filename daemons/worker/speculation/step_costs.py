@@ -97,6 +97,11 @@ class StepCosts:
         credit = self.credit + reserve
         return loss <= max(credit / 4, credit - _KEPT_CREDIT)
 
+    def steps_until(self, loss: float, reserve: float = 0.0) -> int:
+        """Plain steps at least until allows() of the same."""
+        wanted = min(4 * loss, loss + _KEPT_CREDIT)
+        return max(0, math.ceil((wanted - self.credit - reserve) / _TRIAL_SHARE) - 1)
+
     @property
     def margin(self) -> float:
         """Yield over cost from which on drafts begin. The more they have lost, the surer they have to be."""
