@@ -11,7 +11,7 @@ PLAIN_NS = 1_000_000
 @pytest.mark.parametrize("reserve", [0.0, 4.0])
 @pytest.mark.parametrize("before", [0, 50, 400])
 def test_credit_is_there_when_it_was_said_to_be(loss, reserve, before):
-    costs = StepCosts()
+    costs = StepCosts(0.0125)
     costs.note(PLAIN_NS, 0, 0.0, is_rough=False, is_settled=True)
 
     def pass_steps(number: int) -> None:

@@ -3,13 +3,14 @@
     acceptance   of each row's n-th draft, and all before it             row_acceptance.py
     cost         of steps, by the number of drafts of all their rows     step_costs.py
     choice       of that number: where tokens over time are the most. The likeliest drafts of all rows are made
-    credit       time that drafts may still lose: an eightieth of all time, and some of what they gained before
+    credit       time that drafts may still lose: a share of all time, and some of what they gained before
 
 Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
 is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
 whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; at some steps of debt
 nothing is drafted until half of it has been earned. So whatever acceptance and costs seem to be, drafts lose an
-eightieth of the time and 25 plain steps at most.
+eightieth of the time and 25 plain steps at most; of drafts that take nothing to be caught up with half as much time,
+since a trial of them costs less.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
@@ -28,6 +29,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +42,8 @@ from radixmesh.daemons.worker.speculation.step_costs import LEAST_CAUGHT, Cost, 
 _MARGIN = 1.02
 """Yield over cost from which on drafts begin, or another number of them: below it a mistake costs more than it may
 gain."""
+_TRIAL_SHARE, _LAPSING_SHARE = 1 / 160, 1 / 80
+"""Of the time, what drafts may lose while they do not pay, and those of a network, which has to catch up first."""
 _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
 _LEAST_APART = 8
@@ -179,7 +183,8 @@ class DraftLengths:
         if is_whole:
             self.use_sizes(lambda num_rows: (Size(max_drafts, num_rows * max_drafts),), is_even=True)
         self._sizes_of: dict[int, Sequence[Size]] = {}
-        self._costs: defaultdict[int, StepCosts] = defaultdict(StepCosts)
+        trial_share = _LAPSING_SHARE if catch_up else _TRIAL_SHARE
+        self._costs: defaultdict[int, StepCosts] = defaultdict(partial(StepCosts, trial_share))
         # Behind the steps that were chosen, and behind those observed.
         self._lapsed, self._lapsed_then = (_Lapsed(num_slots, catch_up) for _ in range(2))
         self._trial_left = self._plain_left = self._trial_key = 0
