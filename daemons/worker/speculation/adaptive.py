@@ -3,13 +3,14 @@
     acceptance   of each row's n-th draft, and all before it             row_acceptance.py
     cost         of steps, by the number of drafts of all their rows     step_costs.py
     choice       of that number: where tokens over time are the most. The likeliest drafts of all rows are made
-    credit       time that drafts may still lose: an eightieth of all time, and some of what they gained before
+    credit       time that drafts may still lose: a share of all time, and some of what they gained before
 
 Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
 is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
 whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; at some steps of debt
 nothing is drafted until half of it has been earned. So whatever acceptance and costs seem to be, drafts lose an
-eightieth of the time and 25 plain steps at most.
+eightieth of the time and 25 plain steps at most; of drafts that take nothing to be caught up with half as much time,
+since a trial of them costs less.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
@@ -28,18 +29,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.worker.speculation.row_acceptance import Floats, RowAcceptance
 from radixmesh.daemons.worker.speculation.step_costs import LEAST_CAUGHT, Cost, Size, StepCosts
 
 _MARGIN = 1.02
 """Yield over cost from which on drafts begin, or another number of them: below it a mistake costs more than it may
 gain."""
+_TRIAL_SHARE, _LAPSING_SHARE = 1 / 160, 1 / 80
+"""Of the time, what drafts may lose while they do not pay, and those of a network, which has to catch up first."""
 _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
 _LEAST_APART = 8
@@ -60,6 +64,9 @@ _YOUNG_DRAFTS, _CLEAR_GAIN = 16, 0.15
 """Results with drafts of the same rows, and gain of a step, from which on little changes from one to the next."""
 _FRACTIONS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of a row, in the mean, of the numbers of drafts that runners have which may have any."""
+
+
+_NONE = empty_ints()
 
 
 class RowLengths(NamedTuple):
@@ -111,6 +118,55 @@ class _Step(NamedTuple):
     end_ns: int
 
 
+class _Lapsed:
+    """Tokens that a network lacks of each slot, at most: rows that do not draft yield one token each. Of steps of the
+    same rows, of which there are many one behind the other, those without drafts are only counted, and those with
+    drafts change nothing once nothing is lacking."""
+
+    def __init__(self, num_slots: int, catch_up: int) -> None:
+        """catch_up: tokens of a row that a step with drafts computes; 0: nothing lapses."""
+        self._catch_up = catch_up
+        self._tokens_S = np.zeros(num_slots, np.int64)
+        # Rows of steps that are only counted; rows that lack nothing.
+        self._slots, self._num_steps, self._up_to_date = empty_ints(), 0, empty_ints()
+
+    def admitted(self, slot: int) -> None:
+        self._count()
+        self._tokens_S[slot] = 0
+
+    def passed(self, slots: IntArray, *, has_drafts: bool) -> None:
+        """A step of these slots more."""
+        if not self._catch_up:
+            return
+        if not has_drafts:
+            if slots is not self._slots:
+                self._count()
+                self._slots = slots
+            self._num_steps += 1
+            self._up_to_date = _NONE
+        elif slots is not self._up_to_date:
+            left_R = np.maximum(self.of(slots) - self._catch_up, 0)
+            self._tokens_S[slots] = left_R
+            self._up_to_date = _NONE if left_R.any() else slots
+
+    def caught_up(self, slots: IntArray) -> float:
+        """Tokens of a row, in the mean, that a step of these slots with drafts computes of those."""
+        if not self._catch_up or slots is self._up_to_date:
+            return 0.0
+        return float(np.minimum(self.of(slots), self._catch_up).mean())
+
+    def of(self, slots: IntArray) -> npt.NDArray[np.int64]:
+        """Of these slots, [rows]."""
+        self._count()
+        tokens_R: npt.NDArray[np.int64] = self._tokens_S[slots]
+        return tokens_R
+
+    def _count(self) -> None:
+        if self._num_steps:
+            self._tokens_S[self._slots] += self._num_steps
+            self._num_steps = 0
+
+
 class DraftLengths:
     """Used by the step thread. choose() before each launch, observe() with each result, in the same order.
 
@@ -127,10 +183,13 @@ class DraftLengths:
         if is_whole:
             self.use_sizes(lambda num_rows: (Size(max_drafts, num_rows * max_drafts),), is_even=True)
         self._sizes_of: dict[int, Sequence[Size]] = {}
-        self._costs: defaultdict[int, StepCosts] = defaultdict(StepCosts)
-        # By slot, tokens that the network lacks at most: behind the steps that were chosen, and behind those observed.
-        self._lapsed, self._lapsed_then = np.zeros((2, num_slots), np.int64)
+        trial_share = _LAPSING_SHARE if catch_up else _TRIAL_SHARE
+        self._costs: defaultdict[int, StepCosts] = defaultdict(partial(StepCosts, trial_share))
+        # Behind the steps that were chosen, and behind those observed.
+        self._lapsed, self._lapsed_then = (_Lapsed(num_slots, catch_up) for _ in range(2))
         self._trial_left = self._plain_left = self._trial_key = 0
+        # Steps for which there will be no credit for a trial.
+        self._rest_left = 0
         # Steps of trials that are in flight.
         self._unseen = 0
         self._before: _Step | None = None
@@ -148,14 +207,20 @@ class DraftLengths:
         # The worker may have been idle before.
         self._before = self._plan = None
         self._acceptance.admitted(slot, is_sampled=is_sampled)
-        self._lapsed[slot] = self._lapsed_then[slot] = 0
+        self._lapsed.admitted(slot)
+        self._lapsed_then.admitted(slot)
 
     def choose(self, slots: IntArray, *, is_alone: bool) -> RowLengths | None:
         """Drafts of the rows of a step of these slots; None: they have none. is_alone: no chunks are in the step. With
         them its time does not tell what drafts cost, so nothing is tried in it."""
         self._num_chosen += 1
-        lengths = self._choose(slots, is_alone)
-        self._pass(self._lapsed, slots, lengths is not None)
+        lengths = None
+        if self._rest_left and self._plan is not None and _are_same(self._plan.slots, slots):
+            self._rest_left -= 1
+        else:
+            self._rest_left = 0
+            lengths = self._choose(slots, is_alone)
+        self._lapsed.passed(slots, has_drafts=lengths is not None)
         return lengths
 
     def as_drafted(self, lengths: RowLengths | None, drafted: IntArray) -> RowLengths | None:
@@ -179,10 +244,9 @@ class DraftLengths:
     ) -> None:
         """A step was done: tokens of each decode, the drafts that they were to have and those that they had, None: none
         had any. times: its start and its end on the device, ns; None: chunks were in the step too."""
-        num_caught, key = 0.0, 0 if lengths is None else lengths.size.key
-        if self._catch_up:
-            num_caught = float(np.minimum(self._lapsed_then[slots], self._catch_up).mean()) if key else 0.0
-            self._pass(self._lapsed_then, slots, key > 0)
+        key = 0 if lengths is None else lengths.size.key
+        num_caught = self._lapsed_then.caught_up(slots) if key else 0.0
+        self._lapsed_then.passed(slots, has_drafts=key > 0)
         costs, before = self._costs[_bucket(len(slots))], self._before
         self._before = None if times is None else _Step(slots, key, times[1])
         if times is not None:
@@ -252,24 +316,23 @@ class DraftLengths:
     def _trial(self, plan: _Plan, costs: StepCosts) -> RowLengths | None:
         """The first step of a trial, of the number of drafts of which most is hoped; None: there is no credit."""
         sizes, index = plan.sizes, plan.trial
+        most_lapsed = int(self._lapsed.of(plan.slots).max()) if self._catch_up else 0
         is_unseen = bool(self._catch_up) and not costs.has_caught_up and costs.to_trial < 0
         # The cost of catching up is better known before it is with much: steps tell it whose own is known.
-        if is_unseen and 2 * LEAST_CAUGHT <= self._lapsed[plan.slots].max() <= 4 * LEAST_CAUGHT:
+        if is_unseen and 2 * LEAST_CAUGHT <= most_lapsed <= 4 * LEAST_CAUGHT:
             known = min(costs.drafting, key=lambda key: costs.drafting[key].ns)
             return self._try(plan.slots, costs, known)
         cost = plan.costs[index].expected
         unseen = self._unseen if costs.to_trial >= 0 else 0
         loss = max(cost - plan.yields[index], _LEAST_LOSS)
         of_trial = (unseen + _TRIAL_STEPS) * loss
-        # Numbers by row take longer than all else here.
-        reserve = _RESERVE if self._catch_up else 0.0
+        if self._catch_up:
+            of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1) + self._catching_up(plan.slots, costs)
+        reserve = _RESERVE if self._catch_up and most_lapsed <= LEAST_CAUGHT else 0.0
         if not costs.allows(of_trial, reserve):
-            return None
-        if self._catch_up and self._lapsed[plan.slots].max() > LEAST_CAUGHT:
-            reserve = 0.0
-        of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1)
-        of_trial += self._catching_up(plan.slots, costs)
-        if not costs.allows(of_trial, reserve):
+            # Meanwhile there is only more to be caught up with.
+            if costs.to_trial < 0 and (costs.has_caught_up or not self._catch_up):
+                self._rest_left = min(costs.steps_until(of_trial, reserve), _PLAN_STEPS)
             return None
         self._unseen = unseen + _TRIAL_STEPS
         return self._try(plan.slots, costs, sizes[index].key)
@@ -316,8 +379,12 @@ class DraftLengths:
         # All rows draft in a trial, if there are that many: what the others would yield nobody would know.
         first = next((index for index, size in enumerate(sizes) if size.num_drafts >= num_rows), len(sizes) - 1)
         likely_RK = self._acceptance.by_position(slots)
-        order, tokens_N = self._ordered(likely_RK)
-        yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
+        if self._is_even:
+            order, of_row = _NONE, np.cumsum(np.add.reduce(likely_RK, axis=0)) * (1.0 / num_rows)
+            yields = [1 + float(of_row[size.num_drafts // num_rows - 1]) for size in sizes]
+        else:
+            order, tokens_N = self._ordered(likely_RK)
+            yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
         of_sizes = costs.of_sizes(sizes)
         best = max(range(len(sizes)), key=lambda index: yields[index] / of_sizes[index].expected)
         # Steps of the same number one behind the other tell what they cost.
@@ -344,9 +411,7 @@ class DraftLengths:
     def _ordered(self, likely_RK: Floats) -> tuple[IntArray, Floats]:
         """Positions of all rows in the order in which they get drafts, and the tokens that those up to each yield."""
         keys_RK = likely_RK
-        if self._is_even:
-            keys_RK = np.broadcast_to(-np.arange(likely_RK.shape[1], dtype=np.float64), likely_RK.shape)
-        elif self._catch_up:
+        if self._catch_up:
             keys_RK = likely_RK.copy()
             keys_RK[:, 0] += 1.0
         order = np.argsort(-keys_RK, axis=None, kind="stable").astype(np.int32)
@@ -356,22 +421,21 @@ class DraftLengths:
         """Drafts of the rows of a step of that size: the likeliest ones."""
         if index not in plan.lengths:
             size, num_rows = plan.sizes[index], len(plan.slots)
-            rows = plan.order[: size.num_drafts] // self._max_drafts
-            plan.lengths[index] = RowLengths(np.bincount(rows, minlength=num_rows).astype(np.int32), size)
+            if self._is_even:
+                by_row = np.full(num_rows, size.num_drafts // num_rows, np.int32)
+            else:
+                rows = plan.order[: size.num_drafts] // self._max_drafts
+                by_row = np.bincount(rows, minlength=num_rows).astype(np.int32)
+            plan.lengths[index] = RowLengths(by_row, size)
         return plan.lengths[index]
 
     def _catching_up(self, slots: IntArray, costs: StepCosts) -> float:
         """Of all that these rows lack, in plain steps."""
-        return costs.catching_up(float(self._lapsed[slots].mean()), self._catch_up) if self._catch_up else 0.0
+        return costs.catching_up(float(self._lapsed.of(slots).mean()), self._catch_up) if self._catch_up else 0.0
 
     def _steps_behind(self, slots: IntArray) -> int:
         """Steps of a trial up to and with the one in which the last of the rows drafts, at least 1."""
-        return max(1, -(-int(self._lapsed[slots].max()) // self._catch_up)) if self._catch_up else 1
-
-    def _pass(self, lapsed_S: npt.NDArray[np.int64], slots: IntArray, has_drafts: bool) -> None:
-        """A step more: rows that do not draft yield one token each."""
-        if self._catch_up:
-            lapsed_S[slots] = np.maximum(lapsed_S[slots] - self._catch_up, 0) if has_drafts else lapsed_S[slots] + 1
+        return max(1, -(-int(self._lapsed.of(slots).max()) // self._catch_up)) if self._catch_up else 1
 
     def _sizes_for(self, num_rows: int) -> Sequence[Size]:
         if num_rows not in self._sizes_of:

@@ -3,7 +3,7 @@
     size        a number of drafts in all of a step, as a runner has them: its captured steps, or parts of the rows
     cost        time of a step of a size over that of one without drafts: medians of the last few times
     catching up what a step took longer in which a network computed what it had lacked, by tokens of a row
-    credit      time that drafts may still lose: an eightieth of all time, and some of what they gained before
+    credit      time that drafts may still lose: a small share of all time, and some of what they gained before
 
 Costs of sizes that were not measured lie between those that were: on the line between them, and at least as high as
 that of the next smaller one.
@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_TRIAL_SHARE = 0.0125
-"""Of the time, what drafts may lose while they do not pay."""
 _MOST_GAINED, _MOST_EARNED, _MOST_DEBT = 20.0, 40.0, 40.0
 """Of credit, in plain steps: from gains, from time that passes, and of what was lost beyond it."""
 _STOPPING_DEBT, _BEGINNING_DEBT = 15.0, 8.0
@@ -72,9 +70,11 @@ class Times:
 
 
 class StepCosts:
-    """to_trial: steps until another trial may begin. key: size of the step that was chosen last, 0: without drafts."""
+    """trial_share: of the time, what drafts may lose while they do not pay. to_trial: steps until another trial may
+    begin. key: size of the step that was chosen last, 0: without drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, trial_share: float) -> None:
+        self._trial_share = trial_share
         self.plain = Times()
         self.drafting: dict[int, Times] = {}
         self.since_plain = self.to_trial = self.key = 0
@@ -96,6 +96,11 @@ class StepCosts:
         so that the next ones are not without any."""
         credit = self.credit + reserve
         return loss <= max(credit / 4, credit - _KEPT_CREDIT)
+
+    def steps_until(self, loss: float, reserve: float = 0.0) -> int:
+        """Plain steps at least until allows() of the same."""
+        wanted = min(4 * loss, loss + _KEPT_CREDIT)
+        return max(0, math.ceil((wanted - self.credit - reserve) / self._trial_share) - 1)
 
     @property
     def margin(self) -> float:
@@ -180,7 +185,7 @@ class StepCosts:
         plain_ns = self.plain.ns
         if not plain_ns:
             return
-        credit = min(self.credit_ns / plain_ns + _TRIAL_SHARE * min(ns / plain_ns, 4), _MOST_EARNED)
+        credit = min(self.credit_ns / plain_ns + self._trial_share * min(ns / plain_ns, 4), _MOST_EARNED)
         if key:
             times = self.drafting.get(key)
             usual_ns = 2 * times.ns if times is not None and times.ns and num_caught < LEAST_CAUGHT else ns
