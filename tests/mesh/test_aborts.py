@@ -50,7 +50,9 @@ class Bench:
     """Greedy continuation; None: the CPU worker's answers to these prompts are no recitation and not checked."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["simulated", "cpu"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["simulated", pytest.param("cpu", marks=pytest.mark.full)]
+)
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     worker: dict[str, object] = {"num_slots": 1, "num_pages": NUM_PAGES, "page_size": 1}
     if request.param == "simulated":

@@ -147,11 +147,11 @@ async def test_no_stream_notices_a_kill_while_steps_travel_in_batches() -> None:
     assert len(await kill_all("simulated", plan, worker=SHORT)) == len(plan)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(240)
 async def test_no_stream_notices_a_kill_while_text_is_made_in_the_router() -> None:
     """Streams are longer than the time after which a router has its vocabulary. Eight of twenty outputs stay there."""
-    plan = [(service, signal.SIGKILL) for service in ("detokenizer", "scheduler", "router")]
+    plan = [(service, signal.SIGKILL) for service in SERVICES]
     router = {"tokenizer_path": COMPOSE / "models" / "tiny-llama", "local_outputs": 8}
     assert len(await kill_all("simulated", plan, router=router)) == len(plan)
 
