@@ -39,7 +39,7 @@ from radixmesh.kernels.moe.shared_mlp import shared_mlp
 from radixmesh.kernels.rms_norm import rms_norm
 from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 from radixmesh.kernels.sampling import sample
-from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, cut_of, sample_greedily, sample_rows
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, cut_of, sample_rows
 from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 from radixmesh.kernels.silu_mul import silu_mul
 
@@ -263,7 +263,9 @@ def sampling(num_rows: int) -> Iterator[Case]:
         )
         yield Case(
             f"sample greedily {spread}",
-            lambda turn, logits=logits: sample_greedily(logits[turn], SlotRows(params, slots, zeros), scratch, target),
+            lambda turn, logits=logits: sample_rows(
+                logits[turn], SlotRows(params, slots, zeros), scratch, target, Needs.NOTHING
+            ),
             2.0 * num_rows * _VOCAB,
             2,
         )

@@ -172,7 +172,7 @@ def rank_drafts(
 ) -> None:
     """The likeliest ids behind each row of the frontier become candidates of level `level`, from 1. Can be captured.
 
-    logits as for `sample_greedily`, rows tree by tree. slots and positions int32, as the target samples there. Rows of
+    logits as for `sample_rows`, rows tree by tree. slots and positions int32, as the target samples there. Rows of
     the dummy slot give candidates of the score -inf.
     """
     num_rows, vocab_size = logits_RV.shape

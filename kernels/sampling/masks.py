@@ -149,8 +149,8 @@ def apply_masks(
 ) -> None:
     """Sets what the taken masks forbid to -inf, in place.
 
-    highest_TS: as `sample_greedily` left it for these logits; that of masked rows becomes what it would have left for
-    the masked ones. None: nobody asks for it.
+    highest_TS: as `sample_rows` left it for these logits; that of masked rows becomes what it would have left for the
+    masked ones. None: nobody asks for it.
     """
     (num_rows, vocab_size), num_words = logits_TV.shape, host.words_MW.shape[1]
     assert logits_TV.stride(1) == 1 and num_words == triton.cdiv(vocab_size, 32), (logits_TV.shape, num_words)

@@ -137,12 +137,17 @@ def _highest_kernel(
 def _gumbel_kernel(
     logits_ptr, highest_ptr, cut_ptr, row_slots_ptr, positions_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr,
     V, stride, num_splits, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr, MARGIN: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr, MARGIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot)
+    if PDL:
+        # Programs of greedy rows wait too: the kernel behind this one counts on the end of those ahead of it.
+        tl.extra.cuda.gdc_wait()
     splits = tl.arange(0, MAX_SPLITS)
     packed = tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=splits < num_splits, other=-(2**63))
     highest = value_of(tl.max(packed, axis=0))
@@ -297,6 +302,9 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     ring_index = tl.load(ring_index_ptr).to(tl.int64)
+    temperature = tl.zeros((), tl.float64)
+    if HAS_SAMPLED:
+        temperature = tl.load(temperature_ptr + slot)
     if PDL:
         tl.extra.cuda.gdc_wait()
     splits = tl.arange(0, MAX_SPLITS)
@@ -304,7 +312,6 @@ def _finish_kernel(
     packed = tl.max(tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=mask, other=-(2**63)), axis=0)
     token = (0xFFFFFFFF - (packed & 0xFFFFFFFF)).to(tl.int32)
     if HAS_SAMPLED:
-        temperature = tl.load(temperature_ptr + slot)
         if (temperature > 0.0) & (value_of(packed) > float("-inf")):
             best = tl.load(best_ptr + row * MAX_SPLITS + splits, mask=mask, other=float("-inf"))
             ids = tl.load(best_id_ptr + row * MAX_SPLITS + splits, mask=mask, other=2**31 - 1)
@@ -315,22 +322,6 @@ def _finish_kernel(
         tl.store(tokens_ptr + slot * tokens_stride + tl.load(positions_ptr + row), token)
 
 
-def sample_greedily(
-    logits_TV: torch.Tensor, rows: SlotRows, scratch: SampleScratch, target: TokenTarget, *, use_pdl: bool = False
-) -> None:
-    """Writes each row's best token to `target`, whatever its slot asks for. Can be captured in a graph.
-
-    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified.
-    `use_pdl` as in `rms_norm`; slots and ring index are read before the wait.
-    """
-    _check(logits_TV, rows, scratch, target)
-    if not len(logits_TV):
-        return
-    cut = cut_of(*logits_TV.shape)
-    _launch_highest(logits_TV, scratch, cut, is_adjusted=False, use_pdl=use_pdl)
-    _launch_finish(rows, scratch, target, cut, Needs.NOTHING, use_pdl=use_pdl)
-
-
 def sample_rows(
     logits_TV: torch.Tensor,
     rows: SlotRows,
@@ -339,12 +330,15 @@ def sample_rows(
     needs: Needs,
     *,
     has_highest: bool = False,
+    use_pdl: bool = False,
 ) -> None:
     """Writes a token sampled from each row of logits to `target`. Can be captured in a graph.
 
-    logits as for `sample_greedily`. needs: of all rows together; what it leaves out is ignored in every row. With
-    penalties the tokens are added to the slots' lists in the parameters too; a scratch made without them refuses.
-    has_highest: the call before was `sample_greedily` of the same logits, and the scratch is as it left it.
+    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. needs: of all rows together; what it
+    leaves out is ignored in every row. With penalties the tokens are added to the slots' lists in the parameters too; a
+    scratch made without them refuses. has_highest: the call before was of the same logits without penalties, and
+    highest_TS of the scratch is as it left it. `use_pdl` as in `rms_norm`; slots, temperatures and ring index are read
+    before the wait: no kernel of a step writes them but the one that fetches its inputs.
     """
     _check(logits_TV, rows, scratch, target)
     num_rows, vocab_size = logits_TV.shape
@@ -358,7 +352,7 @@ def sample_rows(
         logits_TV = scratch.adjusted_TV[:num_rows]
     cut = cut_of(num_rows, vocab_size)
     if is_adjusted or not has_highest:
-        _launch_highest(logits_TV, scratch, cut, is_adjusted=is_adjusted)
+        _launch_highest(logits_TV, scratch, cut, is_adjusted=is_adjusted, use_pdl=use_pdl)
     if Needs.NOISE in needs:
         if has_filters:
             highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
@@ -370,13 +364,13 @@ def sample_rows(
             logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
             scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, cut.num_blocks,
             BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, HAS_CUT=has_filters, MARGIN=MARGIN,
-            num_warps=4, maxnreg=64, enable_fp_fusion=False,
+            PDL=use_pdl, num_warps=4, maxnreg=64, enable_fp_fusion=False, launch_pdl=use_pdl,
         )  # fmt: skip
-    _launch_finish(rows, scratch, target, cut, needs)
+    _launch_finish(rows, scratch, target, cut, needs, use_pdl=use_pdl)
 
 
 def _launch_highest(
-    logits_TV: torch.Tensor, scratch: SampleScratch, cut: Cut, *, is_adjusted: bool, use_pdl: bool = False
+    logits_TV: torch.Tensor, scratch: SampleScratch, cut: Cut, *, is_adjusted: bool, use_pdl: bool
 ) -> None:
     num_rows, vocab_size = logits_TV.shape
     _highest_kernel[(cut.splits, num_rows)](
@@ -393,7 +387,7 @@ def _launch_finish(
     cut: Cut,
     needs: Needs,
     *,
-    use_pdl: bool = False,
+    use_pdl: bool,
 ) -> None:
     params, row_slots_T, positions_T, _ = rows
     _finish_kernel[(len(row_slots_T),)](

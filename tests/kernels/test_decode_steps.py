@@ -1,5 +1,6 @@
 """Steps of decodes alone bring what has changed with them: pages as they are granted, slots that are taken anew."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.plan_driver import GREEDY
+from support.plan_driver import GREEDY, PlanDriver
 from support.replaying_device import ReplayingDevice
 from support.thread_group import ThreadGroup
+from triton.runtime import interpreter
 
+from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, DispatchMode, Grant, Release, StepPlan
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
@@ -162,3 +165,75 @@ def test_ranks_that_share_experts_replay_together_or_not_at_all(mixes: bool) -> 
         num_replayed.append(len(device.replayed) - before)
     group.close()
     assert num_replayed == [1, int(mixes), 0, 1]
+
+
+class LaunchCounter(ReplayingDevice):
+    """Counts the project's kernels that are launched outside of replays, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+        self._is_replaying = False
+        launch = interpreter.GridExecutor.__call__
+
+        def launch_and_count(executor: interpreter.GridExecutor, *args: object, **kwargs: object) -> object:
+            if not self._is_replaying:
+                self.launched.append(executor.fn.__name__)
+            return launch(executor, *args, **kwargs)
+
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_and_count)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        replay = super().capture(work)
+
+        def replay_uncounted() -> torch.Tensor:
+            self._is_replaying = True
+            try:
+                return replay()
+            finally:
+                self._is_replaying = False
+
+        return replay_uncounted
+
+
+_SAMPLED = Sampling(temperature=1.0, seed=2**63 + 5)
+_LOGPROBS = {"_survey_kernel", "_finish_logprobs_kernel"}
+_FILTERS = {"_survey_kernel", "_collect_kernel", "_cut_off_kernel", "_gumbel_kernel", "_finish_kernel"}
+_PENALTIES = {"_count_kernel", "_adjust_kernel", "_bias_kernel", "_highest_kernel", "_gumbel_kernel", "_finish_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "behind"),
+    [
+        (GREEDY, set()),
+        (_SAMPLED, set()),
+        (replace(_SAMPLED, num_top_logprobs=2), _LOGPROBS),
+        (replace(_SAMPLED, top_k=20), _FILTERS),
+        (replace(_SAMPLED, presence_penalty=0.5), _PENALTIES),
+    ],
+    ids=["greedy", "sampled", "logprobs", "filtered", "penalised"],
+)
+def test_a_step_is_one_graph_unless_a_row_has_filters_penalties_or_logprobs(
+    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, behind: set[str]
+) -> None:
+    """Beside a row that is sampled, whose tokens are those of steps that are launched kernel by kernel."""
+    counter = LaunchCounter(monkeypatch)
+
+    def driver(device: Device) -> PlanDriver:
+        driver = PlanDriver(_runner(device), lag=1, num_slots=SLOTS, max_tokens_per_step=16)
+        driver.add(0, PROMPT.tolist(), replace(_SAMPLED, seed=11), chunk_len=8, num_out=20, min_tokens=0)
+        driver.add(1, PROMPT.tolist(), sampling, chunk_len=8, num_out=20, min_tokens=0)
+        return driver
+
+    captured, launched = driver(counter), driver(HostDevice())
+    for _ in range(3):
+        before = len(counter.replayed)
+        counter.launched.clear()
+        captured.run()
+        assert len(counter.replayed) == before + 1
+        assert set(counter.launched) == behind
+    captured.finish(2)
+    for _ in range(3):
+        launched.run()
+    launched.finish(2)
+    assert captured.tokens == launched.tokens and len(set(captured.tokens[0])) > 2

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Weights, angles, and the step's numbers as the host sent them.
+# Weights, angles, options of slots, and the step's numbers as the host sent them.
 _MAY_BE_READ = {
     # They begin when all ahead of them is over.
     "_fetch_step_inputs_kernel": None,
@@ -31,7 +31,8 @@ _MAY_BE_READ = {
     "_quantize_rows_kernel": ["bias_ptr", "norm_ptr"],
     "_silu_quantize_kernel": ["bias_ptr"],
     "_highest_kernel": [],
-    "_finish_kernel": ["ring_index_ptr", "row_slots_ptr"],
+    "_gumbel_kernel": ["row_slots_ptr", "temperature_ptr"],
+    "_finish_kernel": ["ring_index_ptr", "row_slots_ptr", "temperature_ptr"],
 }
 
 

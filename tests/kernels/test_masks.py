@@ -28,7 +28,7 @@ from radixmesh.kernels.sampling.masks import (
     settle_masks,
     take_masks,
 )
-from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, cut_of, sample_greedily, sample_rows
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, cut_of, sample_rows
 from radixmesh.kernels.sampling.sample_params import Needs
 
 _NAN, _INF = float("nan"), float("inf")
@@ -105,9 +105,9 @@ def test_the_highest_of_masked_rows_is_that_of_their_masked_logits(num_programs,
     target = new_target(num_rows, num_rows, device, ring_index=0)
     rows = SlotRows(params, slots, positions)
     scratch, anew = (SampleScratch(num_rows, vocab_size, device, has_penalties=False) for _ in range(2))
-    sample_greedily(logits, rows, scratch, target)
+    sample_rows(logits, rows, scratch, target, Needs.NOTHING)
     apply_masks(logits, taken, host, scratch.highest_TS)
-    sample_greedily(logits, rows, anew, target)
+    sample_rows(logits, rows, anew, target, Needs.NOTHING)
     splits = cut_of(num_rows, vocab_size).splits
     assert splits > 1 and torch.equal(scratch.highest_TS[:, :splits], anew.highest_TS[:, :splits])
     assert target.ring_RT[0, 0] == 8191 and target.ring_RT[0, 2] == 4096

@@ -45,7 +45,7 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     from radixmesh.kernels import gemv, rms_norm, rope_kv, silu_mul
     from radixmesh.kernels.deferred_norm import DeferredNormGemm
     from radixmesh.kernels.sampling import sample
-    from radixmesh.kernels.sampling.sample_params import SampleParams
+    from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 
     bf16, rows, hidden = torch.bfloat16, 2, 64
     x, w, ints = torch.zeros(rows, hidden, dtype=bf16), torch.ones(hidden, dtype=bf16), torch.zeros(rows).int()
@@ -62,7 +62,7 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
         rope_kv.rope_write_kv(DeferredNormGemm(qkv, bias, x), *targets, pool, pool.clone(), *heads, use_pdl=True)
 
     def sample_tokens() -> None:
-        sample.sample_greedily(x, sample.SlotRows(params, ints, ints), scratch, target, use_pdl=True)
+        sample.sample_rows(x, sample.SlotRows(params, ints, ints), scratch, target, Needs.NOISE, use_pdl=True)
 
     return {
         "_rope_kv_kernel": (rope_kv, rope),
@@ -70,6 +70,7 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
         "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, norm_input_TD=x, use_pdl=True)),
         "_gemv_kernel": (gemv, lambda: gemv.linear(x[:1], x, w[:2], w[None, :2], w, 1e-6, use_pdl=True)),
         "_highest_kernel": (sample, sample_tokens),
+        "_gumbel_kernel": (sample, sample_tokens),
         "_finish_kernel": (sample, sample_tokens),
     }
 
@@ -130,7 +131,7 @@ def main() -> None:
     # There is no GPU to ask, and neither a launch.
     for module in (gemv, fp8_gemv, fp8_linear):
         module.has_gdc = lambda device: True
-    for name in ("_highest_kernel", "_finish_kernel"):
+    for name in ("_highest_kernel", "_gumbel_kernel", "_finish_kernel"):
         getattr(sample, name).run = lambda *args, **kwargs: None
     found = {}
     for name, (module, launch) in (_first_launches() | _launches() | _fp8_launches()).items():

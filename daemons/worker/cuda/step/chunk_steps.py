@@ -89,7 +89,7 @@ class ChunkSteps:
             target = self._tokens.target(to.ring_index_1, self._slots.last_tokens)
             logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
             logprobs = self._tokens.logprobs
-            asking = sampler.tokens_of(logits_TV, to.slots, to.positions, slots, target, logprobs, has_highest=False)
+            asking = sampler.tokens_of(logits_TV, to.slots, to.positions, slots, target, logprobs, is_sampled=False)
             self._slots.sampled(to.slots, to.positions)
         kept, vectors = {}, {}
         for index, segment in enumerate(segments):

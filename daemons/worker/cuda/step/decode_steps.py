@@ -1,4 +1,4 @@
-"""Steps of decodes alone: inputs staged by the host, a captured forward, and greedy samples of all rows in it."""
+"""Steps of decodes alone: inputs staged by the host, a captured forward, and samples of all rows in it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _NO_ENTRIES = np.empty((0, 2), np.int32)
 
 
 class _Layout(NamedTuple):
-    """Of a step: its rows with padding, its variant of attention, whether a graph was captured for it, and whether the
-    highest logits are all that its rows ask for."""
+    """Of a step: its rows with padding, its variant of attention, whether a graph was captured for it, and whether what
+    its forward samples is all that its rows ask for."""
 
     num_rows: int
     variant: str
     is_captured: bool
-    is_greedy: bool
+    is_done: bool
 
 
 class SecondHalf(NamedTuple):
@@ -123,8 +123,8 @@ class DecodeSteps:
             # Halves are as long on all ranks.
             least = experts.room if experts is not None and is_cut else 1
             step = host_step(rows, (), bucket or max(num_rows, least), num_admissions)
-            variant, is_greedy = "" if is_cut else self._attention.plan(step), sampler.is_done_greedily(rows.slots)
-            self._before = before = _Layout(step.num_rows, variant, bucket is not None, is_greedy)
+            variant, is_done = "" if is_cut else self._attention.plan(step), sampler.is_done_unfiltered(rows.slots)
+            self._before = before = _Layout(step.num_rows, variant, bucket is not None, is_done)
         num_padded, variant = before.num_rows, before.variant
         self._stage(rows, num_padded)
         start = clock.begin(self._device)
@@ -132,17 +132,17 @@ class DecodeSteps:
             logits_TV = self.graphs.replay(num_padded, variant)
         else:
             logits_TV = self._compute(sampler, num_padded, variant)
-        asking = NOBODY if before.is_greedy else self._sample(sampler, logits_TV, rows, num_padded)
+        asking = NOBODY if before.is_done else self._sample(sampler, logits_TV, rows, num_padded)
         end = clock.end(self._device)
         self._buffer.fence(end)
         return start, end, self._tokens.fetch(num_rows, end, asking)
 
     def _sample(self, sampler: SlotSampler, logits_TV: torch.Tensor, rows: DecodeRows, num_padded: int) -> Asking:
-        """Samples anew the rows that ask for more than the highest logit; returns those that ask for logprobs."""
+        """Samples anew where rows have filters, penalties or masks; returns those that ask for logprobs."""
         views = self._buffer.views(num_padded)
         target = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
         return sampler.tokens_of(
-            logits_TV, views.slots, views.kv_lens, rows.slots, target, self._tokens.logprobs, has_highest=True
+            logits_TV, views.slots, views.kv_lens, rows.slots, target, self._tokens.logprobs, is_sampled=True
         )
 
     def _stage(self, rows: DecodeRows, num_rows: int) -> None:
@@ -157,7 +157,7 @@ class DecodeSteps:
         self._buffer.stage(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
 
     def _compute(self, sampler: SlotSampler, num_rows: int, variant: str) -> torch.Tensor:
-        """A step whose inputs are staged, with all rows sampled greedily: its logits. Graphs record it."""
+        """A step whose inputs are staged, with all rows sampled without filters: its logits. Graphs record it."""
         views, tables = self._buffer.fetch(num_rows), self._slots.page_tables
         self._masks.clamp(views.slots, views.positions, views.kv_lens)
         x_TD = scatter_embed(
@@ -179,7 +179,7 @@ class DecodeSteps:
         logits_TV = self._model.logits(hidden_TD)
         # The token of a row is at the position that follows its KV.
         to = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
-        sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
+        sampler.sample_unfiltered(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
 
     def is_cut(self) -> bool:

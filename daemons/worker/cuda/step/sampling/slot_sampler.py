@@ -24,15 +24,14 @@ from radixmesh.kernels.sampling.sample import (
     SlotRows,
     TokenTarget,
     compile_sampling,
-    sample_greedily,
     sample_rows,
 )
 from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams
 
 _INT32_MAX = 2**31 - 1
 # Asked for in every step: an enum's own operators take microseconds.
-_LOGPROBS, _BEYOND_LOGPROBS = int(Needs.LOGPROBS), int(~Needs.LOGPROBS)
-_FILTERED = int(Needs.FILTERS | Needs.PENALTIES)
+_LOGPROBS, _FILTERED = int(Needs.LOGPROBS), int(Needs.FILTERS | Needs.PENALTIES)
+_BEYOND_UNFILTERED = _FILTERED | _LOGPROBS
 
 
 class SlotSampler:
@@ -83,32 +82,31 @@ class SlotSampler:
         target: TokenTarget,
         ring_RTL: torch.Tensor,
         *,
-        has_highest: bool,
+        is_sampled: bool,
     ) -> Asking:
         """Samples rows into `target` under the masks of their slots, and writes the logprobs that they ask for into
         `ring_RTL`: those of the logits as they were. Returns the rows that ask.
 
-        has_highest: `sample_greedily` of the same logits ran just before; rows that are all greedy are done then.
+        is_sampled: `sample_unfiltered` of the same logits ran just before; rows without filters, penalties and masks
+        are done then.
         """
         asking, masks = self.asking(host_slots), self._masks
         as_they_were_TV = logits_TV
         if masks is not None and masks.is_guided(host_slots):
             if asking.rows:
                 as_they_were_TV = logits_TV.clone()
-            masks.apply(logits_TV, slots, positions, self._scratch.highest_TS if has_highest else None)
-            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=has_highest)
+            masks.apply(logits_TV, slots, positions, self._scratch.highest_TS if is_sampled else None)
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=is_sampled)
             masks.settle(slots, positions, target, self.tokens_SL)
-        elif has_highest:
-            self.resample(logits_TV, slots, positions, host_slots, target)
-        else:
-            self.sample(logits_TV, slots, positions, host_slots, target)
+        elif not is_sampled or not self.is_unfiltered(host_slots):
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=is_sampled)
         self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
         return asking
 
-    def is_done_greedily(self, host_slots: IntArray) -> bool:
-        """`sample_greedily` is all that these slots ask for: no noise, no logprobs, no masks."""
+    def is_done_unfiltered(self, host_slots: IntArray) -> bool:
+        """`sample_unfiltered` is all that these slots ask for: no filters, penalties, logprobs or masks."""
         is_guided = self._masks is not None and self._masks.is_guided(host_slots)
-        return not is_guided and not self._need_bits(host_slots)
+        return not is_guided and not self._need_bits(host_slots) & _BEYOND_UNFILTERED
 
     def is_unfiltered(self, host_slots: IntArray) -> bool:
         """`sample_unfiltered` is all that these slots ask for, but for logprobs and masks."""
@@ -158,25 +156,19 @@ class SlotSampler:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
 
-    def sample_greedily(
+    def sample_unfiltered(
         self,
         logits_TV: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
         target: TokenTarget,
         *,
-        use_pdl: bool,
+        use_pdl: bool = False,
     ) -> None:
-        """Takes every row's argmax, whatever its slot asks for, so that a graph can record it. See `resample`."""
+        """Samples every row by its slot's temperature and seed, without filters and penalties, whatever the slot asks
+        for, so that a graph can record it. Drafts are sampled so too."""
         rows = SlotRows(self._params, slots, positions)
-        sample_greedily(logits_TV, rows, self._scratch, target, use_pdl=use_pdl)
-
-    def sample_unfiltered(
-        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget
-    ) -> None:
-        """As `sample_greedily`, with the noise of slots that are sampled, and without filters and penalties: drafts are
-        sampled so, and what `resample` has nothing to add to."""
-        sample_rows(logits_TV, SlotRows(self._params, slots, positions), self._scratch, target, Needs.NOISE)
+        sample_rows(logits_TV, rows, self._scratch, target, Needs.NOISE, use_pdl=use_pdl)
 
     def rank_drafts(
         self,
@@ -189,19 +181,6 @@ class SlotSampler:
     ) -> None:
         """The ids that `sample_unfiltered` is likeliest to take become candidates of a level of trees."""
         rank_drafts(logits_RV, slots, positions, self._params, scratch, level, found)
-
-    def resample(
-        self,
-        logits_TV: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        host_slots: IntArray,
-        target: TokenTarget,
-        branches: Branches | None = None,
-    ) -> None:
-        """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
-        if self._need_bits(host_slots) & _BEYOND_LOGPROBS:
-            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True, branches=branches)
 
     def sample(
         self,
@@ -216,8 +195,8 @@ class SlotSampler:
     ) -> None:
         """Samples a token from each row of logits into `target`. slots and positions: int32 [rows] on the device.
 
-        has_highest: `sample_greedily` ran on the same logits just before. branches: of rows that are not behind all of
-        their slot's tokens.
+        has_highest: `sample_unfiltered` ran on the same logits just before. branches: of rows that are not behind all
+        of their slot's tokens.
         """
         needs = self._needs_of(host_slots)
         scratch = self._with_penalties() if Needs.PENALTIES in needs else self._scratch
