@@ -147,7 +147,7 @@ async def test_tiny_deepseek_recites_with_its_experts_on_several_ranks(size: int
     ("dp_size", "ep_size", "graphs"),
     [
         (1, 2, True),
-        (2, 4, True),
+        pytest.param(2, 4, True, marks=pytest.mark.full),
         pytest.param(2, 4, False, marks=pytest.mark.full),
         pytest.param(2, 2, True, marks=pytest.mark.full),
     ],
@@ -214,7 +214,7 @@ async def _said(client: ServeClient, chosen: list[Text]) -> list[list[int]]:
     ("size", "num_redundant", "is_restarted"),
     [
         pytest.param(2, 2, False, marks=pytest.mark.full),
-        pytest.param(2, 2, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, True, marks=pytest.mark.full),
         pytest.param(4, 4, False, marks=pytest.mark.full),
     ],
 )

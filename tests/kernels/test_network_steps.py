@@ -232,7 +232,7 @@ def test_branches_are_attended_to_by_the_kernels_of_a_gpu(monkeypatch, is_masked
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    num_trees, num_out = list[int](), 8
+    num_trees, num_out = list[int](), 5
     monkeypatch.setattr(triton_attention, "LEAST_MASKED_TREES", 1 if is_masked else 99)
     plan_trees = triton_attention.plan_trees
 

@@ -14,7 +14,9 @@ since a trial of them costs less.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
-same, so that nothing was waited for but the engine. Where rows change with every step the device's time has to do.
+same, so that nothing was waited for but the engine. Beside a short step the host takes in one that was launched some
+steps before: it counts only if all in between did the same, and trials go on until there is one that does. Where rows
+change with every step the device's time has to do.
 
 A network that drafts lacks the tokens of steps that did not. A trial of it goes on until it has caught up, and for a
 step or two more, which alone tell what drafts cost. What catching up costs is measured as well, and asked of the
@@ -46,6 +48,8 @@ _TRIAL_SHARE, _LAPSING_SHARE = 1 / 160, 1 / 80
 """Of the time, what drafts may lose while they do not pay, and those of a network, which has to catch up first."""
 _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
+_SHORT_NS, _MOST_AHEAD = 1_500_000, 8
+"""Of a step for which a device may have to wait for the host; steps that are launched ahead of one, at most."""
 _LEAST_APART = 8
 """Steps from one trial to the next, so that what it yielded is known: more than are in flight."""
 _LEAST_LOSS = 0.05
@@ -111,11 +115,12 @@ class _Plan(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The step that was observed last, if it had no chunks."""
+    """The step that was observed last, if it had no chunks. num_same: steps of its key one behind the other."""
 
     slots: IntArray
     key: int
     end_ns: int
+    num_same: int
 
 
 class _Lapsed:
@@ -194,8 +199,10 @@ class DraftLengths:
         self._unseen = 0
         self._before: _Step | None = None
         self._plan: _Plan | None = None
-        # Steps that were chosen, and results with drafts.
-        self._num_chosen = self._num_told = 0
+        # Steps that were chosen and that were observed, and results with drafts.
+        self._num_chosen = self._num_observed = self._num_told = 0
+        # Steps that were launched ahead of the one that was observed last.
+        self._num_ahead = 0
 
     def use_sizes(self, sizes: Callable[[int], Sequence[Size]], *, is_even: bool) -> None:
         """The numbers of drafts of a step, by its rows, ascending, none where steps of so many draft nothing; as long
@@ -248,13 +255,19 @@ class DraftLengths:
         num_caught = self._lapsed_then.caught_up(slots) if key else 0.0
         self._lapsed_then.passed(slots, has_drafts=key > 0)
         costs, before = self._costs[_bucket(len(slots))], self._before
-        self._before = None if times is None else _Step(slots, key, times[1])
+        self._num_observed += 1
+        self._num_ahead = min(self._num_chosen - self._num_observed, _MOST_AHEAD)
+        self._before = None
         if times is not None:
             is_next = before is not None and before.end_ns < times[1] and _are_same(before.slots, slots)
             start_ns = before.end_ns if before is not None and is_next else times[0]
-            was_same = before is not None and before.key == key
-            costs.note(times[1] - start_ns, key, num_caught, is_rough=not is_next, is_settled=was_same)
-            costs.earn(times[1] - start_ns, key, int(counts.sum()) / len(counts) if key else 0.0, num_caught)
+            num_same = 1 + (before.num_same if before is not None and before.key == key else 0)
+            self._before = _Step(slots, key, times[1], num_same)
+            ns = times[1] - start_ns
+            is_settled = num_same >= self._trial_steps(ns)
+            costs.note(ns, key, num_caught, is_rough=not is_next, is_settled=is_settled)
+            num_tokens = int(counts.sum()) / len(counts) if key else 0.0
+            costs.earn(ns, key, num_tokens, num_caught, is_behind=is_next and not is_settled and ns < _SHORT_NS)
             if key:
                 self._unseen = max(0, self._unseen - 1)
         elif key and key in costs.drafting:
@@ -296,7 +309,7 @@ class DraftLengths:
             costs.since_plain += 1
             # The more drafts yield, the less it matters what exactly a plain step takes.
             if costs.since_plain >= _PLAIN_EVERY * plan.speed**2:
-                costs.since_plain, self._plain_left = 0, _TRIAL_STEPS - 1
+                costs.since_plain, self._plain_left = 0, self._trial_steps(costs.plain.ns) - 1
                 return None
             other = self._untried(plan, costs)
             if other is not None:
@@ -325,7 +338,8 @@ class DraftLengths:
         cost = plan.costs[index].expected
         unseen = self._unseen if costs.to_trial >= 0 else 0
         loss = max(cost - plan.yields[index], _LEAST_LOSS)
-        of_trial = (unseen + _TRIAL_STEPS) * loss
+        num_steps = self._trial_steps(costs.plain.ns)
+        of_trial = (unseen + num_steps) * loss
         if self._catch_up:
             of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1) + self._catching_up(plan.slots, costs)
         reserve = _RESERVE if self._catch_up and most_lapsed <= LEAST_CAUGHT else 0.0
@@ -334,7 +348,7 @@ class DraftLengths:
             if costs.to_trial < 0 and (costs.has_caught_up or not self._catch_up):
                 self._rest_left = min(costs.steps_until(of_trial, reserve), _PLAN_STEPS)
             return None
-        self._unseen = unseen + _TRIAL_STEPS
+        self._unseen = unseen + num_steps
         return self._try(plan.slots, costs, sizes[index].key)
 
     def _untried(self, plan: _Plan, costs: StepCosts) -> Size | None:
@@ -345,7 +359,7 @@ class DraftLengths:
         for size, tokens, cost in zip(plan.sizes, plan.yields, plan.costs, strict=True):
             if cost.least < cost.expected and tokens >= cost.least * plan.speed * _MARGIN:
                 loss = max(cost.expected - tokens / plan.speed, _LEAST_LOSS)
-                if costs.allows(_TRIAL_STEPS * loss):
+                if costs.allows(self._trial_steps(costs.plain.ns) * loss):
                     return size
         return None
 
@@ -353,7 +367,7 @@ class DraftLengths:
         """Begins a trial with this step."""
         costs.to_trial = _LEAST_APART
         self._trial_key = key
-        self._trial_left = self._steps_behind(slots) + _TRIAL_STEPS - 2
+        self._trial_left = self._steps_behind(slots) + self._trial_steps(costs.plain.ns) - 2
         return self._of_key(slots, costs, key)
 
     def _of_key(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
@@ -432,6 +446,10 @@ class DraftLengths:
     def _catching_up(self, slots: IntArray, costs: StepCosts) -> float:
         """Of all that these rows lack, in plain steps."""
         return costs.catching_up(float(self._lapsed.of(slots).mean()), self._catch_up) if self._catch_up else 0.0
+
+    def _trial_steps(self, ns: float) -> int:
+        """Steps of a trial, of steps that take so long: as many as there have to be for the last to tell its cost."""
+        return max(_TRIAL_STEPS, self._num_ahead + 2) if ns < _SHORT_NS else _TRIAL_STEPS
 
     def _steps_behind(self, slots: IntArray) -> int:
         """Steps of a trial up to and with the one in which the last of the rows drafts, at least 1."""

@@ -22,7 +22,7 @@ _STOPPING_DEBT, _BEGINNING_DEBT = 15.0, 8.0
 """Plain steps of debt at which nothing is drafted any more, whatever seems to pay, and at which something is again."""
 _KEPT_CREDIT = 10.0
 _MARGIN, _MARGIN_PER_DEBT = 1.02, 0.015
-_NUM_TIMES = 8
+_NUM_TIMES, _MUCH_SHORTER = 8, 0.8
 _EXPIRES = 1024
 """Steps after which the cost of a size that did not come is no longer believed."""
 _MOST_UNCLEAN = 2
@@ -49,7 +49,8 @@ class Cost(NamedTuple):
 
 
 class Times:
-    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not."""
+    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not, and all to
+    one that is much shorter: whatever else a machine does makes steps longer, as the first ones of a process are."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
@@ -64,6 +65,8 @@ class Times:
             if is_rough:
                 return
             self._is_rough = False
+            self._times.clear()
+        if ns < _MUCH_SHORTER * self.ns:
             self._times.clear()
         self._times.append(ns)
         self.ns = sorted(self._times)[(len(self._times) - 1) // 2]
@@ -180,8 +183,9 @@ class StepCosts:
             times.note(ns, is_rough=is_rough or not is_clean)
             times.noted_at = self._num_steps
 
-    def earn(self, ns: float, key: int, num_tokens: float, num_caught: float) -> None:
-        """num_tokens: of a row of a step that drafts. A step that waited for something else is not what drafts cost."""
+    def earn(self, ns: float, key: int, num_tokens: float, num_caught: float, *, is_behind: bool = False) -> None:
+        """num_tokens: of a row of a step that drafts. A step that waited for something else is not what drafts cost.
+        is_behind: one without drafts, beside which the host took in some."""
         plain_ns = self.plain.ns
         if not plain_ns:
             return
@@ -191,5 +195,7 @@ class StepCosts:
             usual_ns = 2 * times.ns if times is not None and times.ns and num_caught < LEAST_CAUGHT else ns
             gained = num_tokens - min(ns, usual_ns) / plain_ns
             credit = max(min(credit + gained, max(credit, _MOST_GAINED)), -_MOST_DEBT)
+        elif is_behind:
+            credit = max(credit - max(0.0, min(ns / plain_ns, 4.0) - 1.0), -_MOST_DEBT)
         self.credit_ns = credit * plain_ns
         self.is_stopped = credit < -(_BEGINNING_DEBT if self.is_stopped else _STOPPING_DEBT)
