@@ -356,7 +356,7 @@ def _serve_short_steps(
 def test_a_host_that_takes_in_drafts_beside_plain_steps_does_not_make_these_seem_long(
     by_position: tuple[float, ...], speed_up: float, lag: int
 ) -> None:
-    """What a step takes is known once those that it runs beside did the same."""
+    """The time of a step is known once those that it runs beside did the same."""
     lengths = _of_network(8)
     assert _serve_short_steps(lengths, by_position, num_requests=12, lag=lag, is_new=True) > 0.8
     assert _serve_short_steps(lengths, by_position, num_requests=30, lag=lag, is_new=False) > speed_up

@@ -115,7 +115,7 @@ class _Plan(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The step that was observed last, if it had no chunks. num_same: steps of its key one behind the other, with it."""
+    """The step that was observed last, if it had no chunks. num_same: steps of its key one behind the other."""
 
     slots: IntArray
     key: int

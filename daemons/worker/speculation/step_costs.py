@@ -49,8 +49,8 @@ class Cost(NamedTuple):
 
 
 class Times:
-    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not, and all to one
-    that is much shorter: whatever else a machine does makes steps longer, as the first ones of a process are."""
+    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not, and all to
+    one that is much shorter: whatever else a machine does makes steps longer, as the first ones of a process are."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
