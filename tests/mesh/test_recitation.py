@@ -115,7 +115,7 @@ async def check_configuration(
 ) -> None:
     greedy = recitations(model, with_sampled=False)
     jobs = greedy[:22:step] + greedy[22:28] + sampled
-    alone = [greedy[2], greedy[23], *sampled]
+    alone = [greedy[2], greedy[23], sampled[3]]
     settings = {"pipeline_depth": depth, "chunk_tokens": chunk}
     async with running_mesh("cpu", model=model, worker={"page_size": page_size}, scheduler=settings) as mesh:
         await check_all(mesh, jobs, alone=alone)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -21,6 +22,23 @@ from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 _COMPILED_FOR = (3, 1, 16)
 
 
+class _Gather:
+    """A gather that may run. indexes: int32, of the tokens that it reads. end: of its copy."""
+
+    def __init__(self, indexes: IntArray, end: TimedEvent, pool: KvPool) -> None:
+        self.end = end
+        self._indexes, self._pool = indexes, pool
+        self._is_read: npt.NDArray[np.bool_] | None = None
+
+    def reads(self, pages: IntArray) -> bool:
+        """True if it reads any of these."""
+        if self._is_read is None:
+            # Not ahead of the first question: whoever asks for a gather waits for it.
+            self._is_read = np.zeros(self._pool.num_pages + 1, np.bool_)
+            self._is_read[self._indexes // self._pool.page_size] = True
+        return bool(self._is_read[pages].any())
+
+
 class PoolDevice(KvDevice):
     """received: told, in order with the steps, of tokens that came from elsewhere; None: nobody is."""
 
@@ -30,8 +48,7 @@ class PoolDevice(KvDevice):
         assert pool.copies_by_address
         self.number = -1 if device.torch_device.type == "cpu" else device.torch_device.index or 0
         self._device, self._pool, self._memory, self._received = device, pool, memory, received
-        self._gathers: deque[tuple[IntArray, TimedEvent]] = deque()
-        """Pages that are read, and until when."""
+        self._gathers: deque[_Gather] = deque()
 
     @torch.inference_mode()
     def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
@@ -39,15 +56,15 @@ class PoolDevice(KvDevice):
             self._pool.gather_to(self._sent(indexes), target.address, part)
 
         start, end = self._device.run_beside(copy, after, is_urgent=True)
-        self._gathers.append((np.unique(indexes // self._pool.page_size), end))
+        self._gathers.append(_Gather(indexes, end, self._pool))
         return _copied(start, end)
 
     def overwritten(self, pages: IntArray) -> None:
-        while self._gathers and self._gathers[0][1].is_done:
+        while self._gathers and self._gathers[0].end.is_done:
             self._gathers.popleft()
-        for read, end in self._gathers:
-            if np.isin(pages, read).any():
-                self._device.hold(end)
+        for gather in self._gathers:
+            if gather.reads(pages):
+                self._device.hold(gather.end)
 
     def hold(self, copied: Copied) -> None:
         self._device.hold(copied.event)

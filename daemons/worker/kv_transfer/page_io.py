@@ -102,6 +102,9 @@ def tokens_at_a_time(token_bytes: int) -> int:
 
 def token_indexes(pages: IntArray, first: int, num: int, page_size: int) -> IntArray:
     """int32 numbers of tokens in the pool, of those from `first` on that the pages hold."""
+    if page_size == 1:
+        of_pages: IntArray = pages[first : first + num].copy()
+        return of_pages
     at = np.arange(first, first + num, dtype=np.int32)
     indexes: IntArray = pages[at // page_size] * np.int32(page_size) + at % np.int32(page_size)
     return indexes
