@@ -3,9 +3,8 @@
 python tests/run_tests.py daily|compose [PYTEST-ARGUMENT...]
 
 The daily suite runs in three processes, for two cores: one of tests that compute, and two of tests that mostly wait,
-the second of which begins in the middle of the list. Only the first imports torch and transformers. A process that is
-through takes files of the others from the end of their lists: the computing one any that wait, the others those in
-SHARED, which compute, all but one without torch.
+the second of which begins in the middle of the list. A process that is through takes files of the others from the end
+of their lists: the computing one any that wait, the others those in SHARED, which compute.
 
 Tests of real processes (tests/mesh, tests/compose) meet whatever machine there is: at most two that failed are run once
 more, alone. Any other test that fails, fails the run. Every first failure is written with its output to
@@ -36,7 +35,7 @@ COMPUTING = (
     "tests/mesh/test_vectors.py",
     "tests/mesh/test_scheduler_service.py",
 )
-# By CPU time, the longest last: what computes and imports no torch, but for the last.
+# Of what computes, the longest last: files that a process which waited can begin late, or that take long.
 SHARED = (
     "tests/contract/test_protos_compatible.py",
     "tests/unit/test_http_bodies.py",
@@ -53,7 +52,14 @@ SHARED = (
     "tests/unit/test_scheduler_hour.py",
     "tests/unit/test_radix_machine.py",
     "tests/unit/test_bench_scheduler.py",
-    # Imports torch, and takes minutes: the process that computes would be the last one by far.
+    "tests/unit/test_cpu_determinism.py",
+    "tests/unit/test_deepseek_determinism.py",
+    "tests/unit/test_families.py",
+    "tests/unit/test_cpu_llama.py",
+    "tests/unit/test_deepseek.py",
+    "tests/kernels/test_gemm_sm90.py",
+    "tests/kernels/test_guided_device.py",
+    "tests/kernels/test_forced_drafts.py",
     "tests/kernels/test_device_rank_daemons.py",
 )
 RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")

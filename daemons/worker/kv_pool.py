@@ -238,6 +238,13 @@ class KvPool(KvPlanes):
             plane[:, : self.num_pages] = float("nan")
 
 
+def rows_of_pages(tokens_NF: torch.Tensor, pool: KvPool) -> torch.Tensor:
+    """Numbers of tokens by page, uint8 [pages + 1, bytes of a page], the same memory. tokens_NF: those of the pool's
+    pages first."""
+    num_pages = pool.num_pages + 1
+    return tokens_NF[: num_pages * pool.page_size].view(torch.uint8).view(num_pages, -1)
+
+
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     """Memory of the host, uint8."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

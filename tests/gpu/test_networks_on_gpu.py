@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from kernels.test_network_steps import NETWORKS, draft_counts, text_of
 from support.device_settings import TINY_SETTINGS
 from support.drafting import check_same_outputs, cpu_drafter, drive_long, speculation_of, target_folder
@@ -131,3 +132,27 @@ def test_adaptive_steps_come_back_to_drafts(algorithm, model):
     assert driver.tokens[0] == text_of(model)[1][:NUM_OUT]
     drafted, accepted = draft_counts(driver)
     assert accepted / drafted > 0.15
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_features_come_back_from_host_memory(topk):
+    runner = _runner("eagle3", "tiny-llama", 4, topk=topk, page_size=16, num_pages=256)
+    network = runner.network_drafter.on_device()  # type: ignore[attr-defined]
+    assert network is not None and network.features_NF is not None
+    runner.add_host_pool(8 << 20)
+    pool = runner.host_pool
+    assert pool is not None and pool.page_bytes > pool.kv_bytes
+    pages, others = np.arange(0, 64, dtype=np.int32), np.arange(64, 128, dtype=np.int32)
+    features, fresh = network.features_NF, network.fresh.is_fresh_N
+    with runner.device.in_order(), torch.inference_mode():  # type: ignore[attr-defined]
+        features[: 16 * 64] = torch.randn_like(features[: 16 * 64])
+        fresh[: 16 * 128] = 1
+    pool.save(pages, pages)
+    pool.load(pages, others).wait()
+    torch.cuda.synchronize()
+    assert torch.equal(features[16 * 64 : 16 * 128], features[: 16 * 64]) and features[: 16 * 64].any()
+    assert not fresh[16 * 64 : 16 * 128].any() and fresh[: 16 * 64].all()
+    pool.write(pages, np.zeros((64, pool.kv_bytes), np.uint8))
+    pool.load(pages, others).wait()
+    torch.cuda.synchronize()
+    assert not features[16 * 64 : 16 * 128].any()

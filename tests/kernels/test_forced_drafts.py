@@ -58,7 +58,7 @@ def _runner(device: HostDevice, drafter: Drafter, max_drafts: int, max_forced: i
     [
         (0, 4, 4, NoDrafts()),
         (2, 3, 3, NgramDrafter()),
-        (1, 1, 0, NgramDrafter()),
+        pytest.param(1, 1, 0, NgramDrafter(), marks=pytest.mark.full),
         pytest.param(2, 7, 5, NoDrafts(), marks=pytest.mark.full),
     ],
 )

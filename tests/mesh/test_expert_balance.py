@@ -99,6 +99,7 @@ async def check_balancing(
         return before, first.balancedness
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 async def test_a_skewed_router_is_balanced_while_serving(skewed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = await check_balancing(skewed, 2, 0, (), monkeypatch)

@@ -30,20 +30,21 @@ MESHES = [("cpu", "tiny-llama"), ("cpu", "tiny-deepseek"), ("simulated", "tiny-l
 def load_jobs(backend: str, model: str) -> list[Job]:
     """Sixteen requests that last some seconds; n = 2 on a quarter of them."""
     if backend == "simulated":
-        return simulated_jobs(NUM_STREAMS, num_tokens=400)
+        return simulated_jobs(NUM_STREAMS, num_tokens=200)
     jobs = {job.name: job for job in recitations(model)}
     names = [
         "sampled.tyger",
         "jabberwocky",
         "chat.tyger-for-ada",
-        "twelve-days",
         "sampled.lorelei",
         "lorelei",
-        "genesis-1",
         "stopped.jabberwocky",
-        "sampled.genesis",
         "gettysburg-address",
         "chanson-d-automne",
+        # A thousand tokens: of all sixteen only.
+        "twelve-days",
+        "genesis-1",
+        "sampled.genesis",
         "the-tyger.first-line",
         "sampled.penalties",
         "ozymandias",
@@ -72,8 +73,8 @@ async def kill_all(
     """is_against_itself: answers are those of the undisturbed mesh, not those of the manifest. num_streams: of at most
     sixteen requests."""
     pick = random.Random(SEED)
-    # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
-    worker = ({"simulated_base_us": 6000} if backend == "simulated" else {}) | dict(worker or {})
+    # Steps of the tiny model are quick: some simulated milliseconds keep streams open over several kills.
+    worker = ({"simulated_base_us": 12_000} if backend == "simulated" else {}) | dict(worker or {})
     async with running_mesh(backend, model=model, worker=worker, router=router, overlays=overlays) as mesh:
         jobs = load_jobs(backend, model)[:num_streams]
         if is_against_itself:
@@ -135,7 +136,7 @@ async def test_no_stream_notices_a_hang(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_no_stream_notices_a_kill_while_rows_yield_any_number_of_tokens() -> None:
-    plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)] * 2
+    plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)]
     assert len(await kill_all("simulated", plan, worker=UNEVEN)) == len(plan)
 
 
@@ -146,7 +147,7 @@ async def test_no_stream_notices_a_kill_while_steps_travel_in_batches() -> None:
     assert len(await kill_all("simulated", plan, worker=SHORT)) == len(plan)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(240)
 async def test_no_stream_notices_a_kill_while_text_is_made_in_the_router() -> None:
     """Streams are longer than the time after which a router has its vocabulary. Eight of twenty outputs stay there."""

@@ -29,6 +29,7 @@ from radixmesh.daemons.scheduler.transfers.transfer_calls import TransferCalls
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.kv_transfer import transfers
 from radixmesh.daemons.worker.kv_transfer.transports.choice import TransferTransport
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.worker.v1 import worker_pb2
@@ -440,24 +441,48 @@ async def test_an_aborted_prompt_ends_the_transfer_that_it_had_begun() -> None:
         assert not planner.handovers.sending
 
 
-async def test_a_chunk_whose_pages_are_gone_fails_the_transfer_and_not_the_output() -> None:
-    async with pair(max_total_len=2048, chunk_tokens=128, transfer_chunk_tokens=256) as both:
+@pytest.mark.parametrize("fault", ["second chunk", "second chunk, no stream yet", "first chunk", "no sender"])
+@pytest.mark.parametrize("backend", ["simulated", "device"])
+async def test_a_chunk_that_is_not_sent_fails_the_transfer_and_not_the_output(
+    backend: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode side is told, also by a writer of which it has not heard yet: it does not wait for its patience."""
+    async with pair(backend, max_total_len=2048, chunk_tokens=128, transfer_chunk_tokens=256) as both:
         result = await both.reserve(prompt=LONG)
-        handovers = both.planner(0).handovers
+        handovers, transport = both.planner(0).handovers, both.workers[0].daemon.core.transfers.transport
         take = handovers.take_wanted
 
         def stale():
             wanted = take()
             for chunk in wanted:
-                if chunk.first_token and not chunk.is_last:
+                if fault == "first chunk" or (chunk.first_token and not chunk.is_last):
                     chunk.generations[:] += 1
             return wanted
 
-        handovers.take_wanted = stale
-        first = await both.prefill(result.target, LONG)
-        rest = await both.decode(first.tokens, prompt=LONG)
-        assert rest.finished.usage.cached_tokens == 0 and both.planner(1).arrivals.num_arrived == 0
-        assert first.tokens + rest.tokens == await alone(both, LONG)
+        @asynccontextmanager
+        async def slow_open(*_: object) -> AsyncIterator[None]:
+            await asyncio.Event().wait()
+            yield
+
+        if fault == "no sender":
+            monkeypatch.setattr(transfers, "MAX_SENDERS", 0)
+        else:
+            handovers.take_wanted = stale
+        if fault == "second chunk, no stream yet":
+            transport.open = slow_open
+        first = asyncio.ensure_future(both.prefill(result.target, LONG))
+        if (backend, fault) == ("device", "second chunk, no stream yet"):
+            # Its chunks go to the region itself, and wait for the stream.
+            await until(lambda: bool(both.workers[0].daemon.core.transfers.senders))
+            both.workers[0].daemon.core.transfers.abort("t")
+        await first
+        rest = await both.decode(first.result().tokens, prompt=LONG)
+        arrivals = both.planner(1).arrivals
+        assert rest.finished.usage.cached_tokens == 0 and arrivals.num_arrived == 0
+        assert first.result().tokens + rest.tokens == await alone(both, LONG)
+        # The end of a stream, if there is one, may be heard of first.
+        told = {"worker_writer_aborted"} if "no s" in fault else {"worker_writer_aborted", "worker_writer_gone"}
+        assert arrivals.failures.total() == 1 and set(arrivals.failures) <= told, arrivals.failures
         await until(both.is_clean)
 
 

@@ -108,6 +108,7 @@ async def test_each_prefix_goes_to_the_replica_whose_disk_has_it(tmp_path: Path)
             assert prefilled(both) - before < quarter(wanted)
 
 
+@pytest.mark.full
 async def test_a_shared_store_serves_prefixes_at_whichever_replica(tmp_path: Path) -> None:
     """The router counts prefixes that one has saved for both."""
     wanted = texts("tiny-llama", 6)

@@ -102,11 +102,16 @@ async def replica(model: str, page_size: int, store: str, *, host_tokens: int = 
             yield Replica(worker, worker_settings, workers, scheduler, client)
 
 
-@pytest.mark.parametrize(("model", "page_size"), [("tiny-llama", 1), ("tiny-llama", 16), ("tiny-deepseek", 4)])
+@pytest.mark.parametrize(
+    ("model", "page_size"),
+    [pytest.param("tiny-llama", 1, marks=pytest.mark.full), ("tiny-llama", 16), ("tiny-deepseek", 4)],
+)
 async def test_a_worker_finds_its_disk_after_a_restart(tmp_path: Path, model: str, page_size: int) -> None:
     await _finds_after_a_restart(f"disk://{tmp_path}?budget=256MiB", model, page_size)
 
 
+# Found as a disk is, and as by a second replica.
+@pytest.mark.full
 @pytest.mark.parametrize("medium", ["nixl-file", "mooncake"])
 async def test_a_worker_finds_a_shared_store_after_a_restart(tmp_path: Path, medium: str) -> None:
     with shared_store(medium, tmp_path) as url:
@@ -131,8 +136,8 @@ async def _finds_after_a_restart(store: str, model: str, page_size: int) -> None
 
 @pytest.mark.parametrize(
     "medium",
-    # Of objects the stand-in of their server is what takes its time.
-    [pytest.param(name, marks=[pytest.mark.full] if name == "nixl-obj" else []) for name in SHARED],
+    # Of objects the stand-in of their server is what takes its time; files are kept as a disk keeps them.
+    [pytest.param(name, marks=[pytest.mark.full] if name.startswith("nixl") else []) for name in SHARED],
 )
 async def test_a_second_replica_finds_what_the_first_computed(tmp_path: Path, medium: str) -> None:
     """Both at once over one store."""

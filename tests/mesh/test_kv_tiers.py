@@ -103,7 +103,7 @@ async def test_recitation_by_every_policy_and_page_size(model: str, policy: str,
 )
 async def test_ranks_load_their_shares_together(model: str, tp_size: int, dp_size: int) -> None:
     """A rank that is lost takes its host memory along: the group is formed anew, without KV on any rank."""
-    chosen = ranks_texts(model, 6)
+    chosen = ranks_texts(model, 4)
     pages = NUM_TOKENS // 4 // dp_size
     async with (
         ranks_of(model, tp_size, dp_size, num_pages=pages, page_size=4, host_kv_bytes=8 << 20) as ranks,
@@ -172,7 +172,7 @@ async def test_no_stream_notices_kills_of_workers_whose_host_memory_stays(tmp_pa
 @pytest.mark.parametrize("model", ["tiny-llama", pytest.param("tiny-deepseek", marks=pytest.mark.full)])
 async def test_no_stream_notices_kills_amid_saves_and_loads(model: str) -> None:
     """A new scheduler adopts what host memory holds; with a worker its host memory is gone."""
-    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker", "scheduler")]
+    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker")]
     worker = {"num_pages": 1300, "host_kv_bytes": 64 << 20}
     kills = await kill_all("cpu", plan, model=model, worker=worker, num_streams=FEW_STREAMS)
     assert len(kills) == len(plan)

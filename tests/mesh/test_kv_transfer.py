@@ -377,16 +377,22 @@ async def test_kv_of_a_step_is_sent_behind_it(monkeypatch: pytest.MonkeyPatch) -
 async def test_pages_that_moved_on_are_neither_sent_nor_written() -> None:
     async with pair() as both:
         await prefill(both, 0, 1)
-        region = await both.prepare()
-        for pages, generations in (
-            (range(48), [2] * 48),
-            (range(48), [1] * 47),
-            (range(200, 248), [0] * 48),
-            ([0] * 48, [1] * 48),
-            ([300] * 48, [1] * 48),
+        for number, (pages, generations) in enumerate(
+            (
+                (range(48), [2] * 48),
+                (range(48), [1] * 47),
+                (range(200, 248), [0] * 48),
+                ([0] * 48, [1] * 48),
+                ([300] * 48, [1] * 48),
+            )
         ):
+            region = await both.prepare(f"refused-{number}")
             assert (await error_of(both.start(region, pages, generations))).reason_name in ("PAGE_CONFLICT",)
         assert both.core(0).transfers.staging.num_bytes == 0
+        async with asyncio.timeout(TIMEOUT_S):
+            while both.core(1).transfers.staging.num_bytes:
+                await asyncio.sleep(0.01)  # It is told that nothing comes.
+        region = await both.prepare()
         await prefill(both, 1, 1)
         await both.start(region, range(48), [1] * 48)
         assert (await both.last_state()).state == worker_pb2.TRANSFER_STATE_WRITTEN

@@ -134,6 +134,31 @@ async def test_what_is_refused_or_broken_off_fails_on_both_sides(kind: str, monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_writer_that_has_not_begun_gives_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with receiver(kind, monkeypatch) as (both, transport):
+        address, transfers = both.workers[1].address, both.core(1).transfers
+        region = await both.prepare("a")
+        reception = transfers.receiver.get("a").reception
+        await transport.give_up(address, region, "w")
+        assert reception.failure is Failure.WRITER_ABORTED and not transfers.staging.num_bytes
+        await transport.give_up(address, region, "w")  # It is known already.
+        with pytest.raises(MeshError):
+            await transport.send(address, region, "w", data_of(region))
+        # A region that has a writer is that writer's: the end of its stream tells.
+        region = await both.prepare("b")
+        reception = transfers.receiver.get("b").reception
+        async with transport.open(address, region, "w") as writer:
+            await writer.write(0, data_of(region))
+            await until(lambda: reception.state is ReceiveState.WRITING)
+            await transport.give_up(address, region, "w")
+            assert reception.state is ReceiveState.WRITING
+            await writer.done(checksum_of(data_of(region)))
+        assert reception.state is ReceiveState.WRITTEN
+        with pytest.raises(MeshError):
+            await transport.give_up("127.0.0.1:1", region, "w")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_region_that_was_given_up_takes_no_writer_and_is_free(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from support import docs_pages
 from support.docs_pages import ROOT
 from support.jobs import recitations
-from support.mesh import SERVICES, Mesh
+from support.mesh import Mesh
 from support.oracle import Oracle
 
 from radixmesh.client import Client, errors
@@ -226,7 +226,7 @@ async def test_an_exception_of_the_program_ends_its_requests(mesh: Mesh, client:
             await asyncio.sleep(0.05)
 
 
-async def test_kills_of_every_daemon_change_nothing(mesh: Mesh, client: Client) -> None:
+async def test_kills_change_nothing(mesh: Mesh, client: Client) -> None:
     options: Any = {"seed": 11, "temperature": 1.0}
     batch = [{"title": f"{number}. I met a traveller", "width": 3} for number in range(12)]
 
@@ -236,7 +236,8 @@ async def test_kills_of_every_daemon_change_nothing(mesh: Mesh, client: Client) 
 
     known = await asyncio.to_thread(texts)
     pick = random.Random(3)
-    for service in SERVICES:
+    # The client talks to the one, and its forks lie in the other; the rest dies under recitations.
+    for service in ("router", "worker"):
         running = asyncio.create_task(asyncio.to_thread(texts))
         await asyncio.sleep(pick.uniform(0.05, 0.5))
         assert mesh.cluster.kill(service, 1, signal.SIGKILL)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from support.http import http_address
-from support.jobs import recitations
+from support.jobs import simulated_jobs
 from support.mesh import SERVICES, Mesh, running_mesh
 from support.otlp_collector import Collector, SeenSpan, otlp_collector
 
@@ -20,8 +20,7 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-JOBS = [job for job in recitations(with_sampled=False) if job.prompt]
-LONG = next(job for job in JOBS if 150 < len(job.answers[0].ids) < 400)
+LONG = simulated_jobs(2, num_tokens=300)[1]
 # Each span under which other.
 TREE = {
     "router.request": "",
@@ -48,7 +47,8 @@ async def mesh(collector: Collector) -> AsyncIterator[Mesh]:
     shared: dict[str, object] = {"otlp_endpoint": collector.address, "metrics_listen": "127.0.0.1:0"}
     with pytest.MonkeyPatch.context() as shell:
         shell.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        async with running_mesh("cpu", **dict.fromkeys(SERVICES, shared)) as mesh:  # type: ignore[arg-type]
+        settings = {**dict.fromkeys(SERVICES, shared), "worker": {**shared, "simulated_base_us": 8000}}
+        async with running_mesh("simulated", **settings) as mesh:  # type: ignore[arg-type]
             yield mesh
             assert mesh.bugs == []
 
@@ -112,7 +112,9 @@ async def test_a_clients_trace_is_continued_or_left_alone(mesh: Mesh, collector:
 
 
 async def test_a_resumed_stream_continues_its_trace(mesh: Mesh, collector: Collector) -> None:
-    stream = mesh.client.generate(LONG.prompt, temperature=0.0, max_tokens=2000, request_id="resumed")
+    stream = mesh.client.generate(
+        LONG.prompt, temperature=0.0, max_tokens=len(LONG.answers[0].ids), request_id="resumed"
+    )
     ids: list[int] = []
     is_killed = False
     async for chunk in stream:

@@ -21,7 +21,7 @@ from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [10, 11, 12, 13]
-NUM = 400
+NUM = 160
 LIMIT_S = 60.0
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
 
@@ -31,8 +31,8 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"{ALICE} alice\n{BOB} bob\n")
     keys.chmod(0o600)
-    # Some 10 ms a step: a stream of NUM tokens is there to be disturbed for seconds.
-    settings = {"worker": {"simulated_base_us": 10_000}, "router": {"api_keys_file": keys}}
+    # Some 25 ms a step: a stream of NUM tokens is there to be disturbed for seconds.
+    settings = {"worker": {"simulated_base_us": 25_000}, "router": {"api_keys_file": keys}}
     async with observed_mesh(scale={"router": 2}, api_key=ALICE, **settings) as mesh:  # type: ignore[arg-type]
         yield mesh
 

@@ -21,8 +21,9 @@ from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 NUM_SAMPLED_TOKENS = 96
 FULL_MATRIX = list(itertools.product([1, 16], [1, 7, 64], [0, 1, 2]))
 # Every value of every axis in three starts; every combination is in the full matrix. Greedy jobs from [0] in steps of
-# the last number: the first 22 are pairs that recite one text after a title and after its first line.
-DAILY = [(1, 1, 2, 1), (16, 7, 1, 2), (1, 64, 0, 2)]
+# the last number: the first 22 are pairs that recite one text after a title and after its first line, the third of
+# them more than a thousand tokens.
+DAILY = [(1, 1, 2, 3), (16, 7, 1, 4), (1, 64, 0, 3)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ async def test_recites_like_transformers_in_every_configuration(
 
 @pytest.mark.slow
 async def test_a_model_of_deepseeks_shape_recites_too(sampled_deepseek: list[Job]) -> None:
-    await check_configuration(16, 64, 2, sampled_deepseek, model="tiny-deepseek", step=2)
+    await check_configuration(16, 64, 2, sampled_deepseek, model="tiny-deepseek", step=4)
 
 
 @pytest.mark.full
@@ -153,10 +154,10 @@ async def test_a_model_of_deepseeks_shape_recites_in_every_configuration(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "depth", "step"),
-    [(1, 2, 2), *(pytest.param(*case, 1, marks=pytest.mark.full) for case in [(1, 2), (16, 1)])],
+    [(1, 2, 3), *(pytest.param(*case, 1, marks=pytest.mark.full) for case in [(1, 2), (16, 1)])],
 )
 async def test_retraction_changes_nothing(page_size: int, depth: int, step: int, sampled: list[Job]) -> None:
-    """32 requests that need some 12,000 tokens of KV share 2,400, or half as many of both: most of them lose their
+    """32 requests that need some 12,000 tokens of KV share 2,400, or a third of both: most of them lose their
     pages on the way."""
     jobs = recitations(with_sampled=False)[:28:step] + sampled[::step]
     worker = {"page_size": page_size, "num_pages": 2400 // step // page_size}
@@ -189,8 +190,11 @@ async def test_logprobs_are_those_of_transformers(oracle: Oracle) -> None:
 
 
 @pytest.mark.slow
-async def test_resume_at_every_cut_point() -> None:
-    """A stream is cut after each of its messages and continued by another router, which never saw the request."""
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+async def test_resume_at_every_cut_point(every: int) -> None:
+    """A stream is cut after each of its messages and continued by another router, which never saw the request.
+
+    every: between the first messages and the last ones, only after so many."""
     # The greedy ones end before their bound, at a stop token; each cut is answered to the end.
     requests = [
         {"prompt": "furu-ike", "temperature": 0.0},
@@ -208,17 +212,17 @@ async def test_resume_at_every_cut_point() -> None:
             request.sampling.seed = options.get("seed", 0)
             request.stop.max_tokens = options.get("max_tokens", 48)
             request.sampling.num_top_logprobs = 1
-            await cut_everywhere(mesh, request)
+            await cut_everywhere(mesh, request, every)
 
 
-async def cut_everywhere(mesh: Mesh, request: router_pb2.GenerateRequest) -> None:
+async def cut_everywhere(mesh: Mesh, request: router_pb2.GenerateRequest, every: int) -> None:
     async with open_channel(mesh.routers[0]) as one, open_channel(mesh.routers[1]) as other:
         first, second = router_pb2_grpc.RouterServiceStub(one), router_pb2_grpc.RouterServiceStub(other)
         whole = [response async for response in first.Generate(request)]
         # A busy machine sends several tokens in one.
         assert len(whole) > 8, "too few messages to cut between"
         expected = _outputs(whole)
-        for cut in range(1, len(whole)):
+        for cut in sorted({*range(1, 4), *range(len(whole) - 3, len(whole)), *range(1, len(whole), every)}):
             before = whole[:cut]
             tracker = Tracker()
             for response in before:

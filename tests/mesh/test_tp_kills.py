@@ -18,8 +18,8 @@ async def kill_under_load(plan: list[tuple[str, signal.Signals]], model: str = "
     """plan: services of compose/tp2.yml and signals, in order."""
     async with running_mesh("tp2", model=model, services={"worker-rank-1": {"cpu_threads": 1}}) as mesh:
         jobs = recitations(model, with_sampled=False)
-        # Long enough to be there when a daemon dies.
-        jobs = sorted(jobs, key=lambda job: len(job.answers[0].ids))[-2 * NUM_STREAMS :]
+        # Long enough to be there when a daemon dies; not the longest, which are waited for at the end.
+        jobs = sorted(jobs, key=lambda job: len(job.answers[0].ids))[-20:-8]
         await kill_in_turn(mesh, jobs, plan, num_streams=NUM_STREAMS, seed=SEED)
         state = await mesh.scheduler_state()
         assert state.num_page_violations == 0
@@ -29,8 +29,7 @@ async def kill_under_load(plan: list[tuple[str, signal.Signals]], model: str = "
 @pytest.mark.timeout(240)
 async def test_no_stream_notices_dead_ranks_and_schedulers_nor_one_that_hangs() -> None:
     """A stop takes as long as three kills: five unanswered checks of its health come first."""
-    plan = [(service, signal.SIGKILL) for service in ("worker", "worker-rank-1", "scheduler") for _ in range(2)]
-    random.Random(SEED).shuffle(plan)
+    plan = [(service, signal.SIGKILL) for service in ("worker", "scheduler", "worker-rank-1")]
     await kill_under_load([*plan, ("worker-rank-1", signal.SIGSTOP)])
 
 

@@ -1,6 +1,6 @@
 """SM resources of kernels, found by compiling their launches for an H200 on a machine that has none.
 
-Run as a program without TRITON_INTERPRET: prints JSON, one entry for each launch of each case.
+Run as a program without TRITON_INTERPRET: prints a line of JSON for each case, with an entry for each of its launches.
 """
 
 from __future__ import annotations
@@ -416,10 +416,16 @@ def _page_copy_launches(num_layers: int, page_words: int) -> None:
 
 
 def main() -> None:
-    """Arguments: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM; attention
-    HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; branches TOPK LEVELS DRAFTS
-    [VOCAB]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS
-    PICKS ROWS ..."""
+    """Arguments as _found() takes them; without any, each line of the standard input holds a JSON list of them."""
+    for arguments in [sys.argv[1:]] if sys.argv[1:] else map(json.loads, sys.stdin):
+        print(json.dumps(_found(*arguments)), flush=True)
+
+
+def _found(what: str, *rest: str) -> list[dict]:
+    """Of each launch of a case: runner FOLDER; ranks NUM; copies DTYPE ROW ...; page_copies LAYERS WORDS; drafts NUM;
+    attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; trees HEAD_DIM HEADS POSITIONS; branches TOPK LEVELS
+    DRAFTS [VOCAB]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP
+    EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -430,7 +436,6 @@ def main() -> None:
             found.append(compile_launch(kernel, args, kwargs))
 
     JITFunction.run = record
-    what, *rest = sys.argv[1:]
     if what == "runner":
         _runner_launches(Path(rest[0]))
     elif what == "page_copies":
@@ -457,7 +462,7 @@ def main() -> None:
     else:
         sizes = [int(text) for text in rest[1:]]
         _expert_launches(getattr(torch, rest[0]), sizes[0], sizes[1], sizes[2], sizes[3:])
-    print(json.dumps(found))
+    return found
 
 
 def _described(value: object) -> object:

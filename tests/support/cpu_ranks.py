@@ -126,8 +126,8 @@ async def scheduler_on(ranks: Ranks, name: str = "s", **changes: object) -> Asyn
         yield daemon
 
 
-async def recited(client: ServeClient, chosen: Sequence[Text], num_logprobs: int = 2) -> list[Seen]:
-    """All texts at once, whose tokens are checked."""
+async def recited(client: ServeClient, chosen: Sequence[Text], num_logprobs: int | None = 2) -> list[Seen]:
+    """All texts at once, whose tokens are checked. num_logprobs: alternatives told of each token; None: no logprobs."""
     sampling = common_pb2.SamplingParams(temperature=0.0, num_top_logprobs=num_logprobs)
     handles = [await client.submit(text.prompt, max_tokens=len(text.expected), sampling=sampling) for text in chosen]
     outputs = await client.over(*handles, timeout_s=TIMEOUT_S)

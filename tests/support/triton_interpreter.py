@@ -68,24 +68,31 @@ def _hurry() -> None:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    # A function that a kernel calls patches Triton's language again for every call: once a launch and module will do.
-    patched: set[int] = set()
-    launch = interpreter.GridExecutor.__call__
+    # Each launch, and each function that a kernel calls, patches Triton's language, and a launch restores it: a third
+    # of the time of small kernels. Once for each module of kernels will do: nothing else here uses the language.
+    patched: dict[int, dict[str, object]] = {}
+    patch_lang = interpreter._patch_lang
 
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
+    class Kept:
+        def restore(self):
+            pass
+
+    kept = Kept()
+
+    def patch_once(fn):
+        if id(fn.__globals__) not in patched:
+            patch_lang(fn)
+            patched[id(fn.__globals__)] = fn.__globals__
+        return kept
 
     def call(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(id(self.fn.__globals__))
+        patch_once(self.fn)
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter._patch_lang = patch_once
     interpreter.InterpretedFunction.__call__ = call
 
     # The overflow of every sum and product is computed, and asserted only where the option `debug` is set.
@@ -171,18 +178,43 @@ def _share_types() -> None:
 
     check_operands = TritonSemantic.binary_op_type_checking_impl
 
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+    # By dtypes: what both are cast to. By a number, and dtype and shape of the tensor that it meets: its own tensor.
+    promoted: dict[tuple[str, str, bool], object] = {}
+    numbers: dict[tuple[object, ...], object] = {}
+
     def check_unlike_operands(
         self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
     ):
-        if lhs.__class__ is tensor and rhs.__class__ is tensor and not div_or_mod:
-            dtype = lhs.dtype
-            if dtype is rhs.dtype and not dtype.is_ptr() and have_one_shape(lhs.type, rhs.type):
-                return lhs, rhs
-        return check_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        rest = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if lhs.__class__ is not tensor:
+            return check_operands(self, lhs, rhs, *rest)
+        dtype, of = lhs.dtype, rhs.__class__
+        if of is tensor:
+            other = rhs.dtype
+            if dtype.is_ptr() or other.is_ptr() or not arithmetic_check:
+                return check_operands(self, lhs, rhs, *rest)
+            if dtype is other and not div_or_mod:
+                return (lhs, rhs) if have_one_shape(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
+            key = dtype.name, other.name, div_or_mod
+            if (common := promoted.get(key)) is None:
+                common = promoted[key] = self.computation_type_impl(dtype, False, other, False, div_or_mod)
+            return self.broadcast_impl_value(self.cast(lhs, common), self.cast(rhs, common))
+        # Zeros of both signs are one key.
+        if of is not int and (of is not float or rhs == 0.0):
+            return check_operands(self, lhs, rhs, *rest)
+        key = rhs, of, dtype.name, id(lhs.type.shape) if lhs.type.is_block() else None, *rest
+        if (number := numbers.get(key)) is not None:
+            return lhs, number
+        left, number = check_operands(self, lhs, rhs, *rest)
+        if left is lhs:
+            number.handle.data.flags.writeable = False
+            if len(numbers) > 4096:
+                numbers.clear()
+            numbers[key] = number
+        return left, number
 
     TritonSemantic.binary_op_type_checking_impl = check_unlike_operands
-
-    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
 
     def broadcast_unlike(self, lhs, rhs):
         return (lhs, rhs) if have_one_shape(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
@@ -191,6 +223,16 @@ def _share_types() -> None:
         return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, fp_downcast_rounding)
 
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_unlike, cast_other
+
+    # The result of an operation is checked to be no wider than its type, as before; pointers are not.
+    pointer_type, handle = core.pointer_type, interpreter.TensorHandle
+
+    def fill_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if dtype.__class__ is not pointer_type and data.itemsize > 1 and data.itemsize * 8 > dtype.primitive_bitwidth:
+            self.__post_init__()
+
+    handle.__init__ = fill_handle
 
     # Asked of nearly every value, most of which are of these classes.
     unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, tensor, core.dtype, block_type, type(None)}

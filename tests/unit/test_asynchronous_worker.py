@@ -21,6 +21,9 @@ from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 
+# Both sizes of a page and each lag that differs in kind: none, one step, and more steps than a row has pages in flight.
+CELLS = [(0, 4), (1, 1), (3, 4), *(pytest.param(*cell, marks=pytest.mark.full) for cell in [(0, 1), (1, 4), (3, 1)])]
+
 
 def _submit_load(
     world: LaggingWorld, rng: np.random.Generator, num_requests: int, *, has_min_tokens: bool = True
@@ -53,8 +56,7 @@ def _check_load(world: LaggingWorld, records: list) -> None:
     assert world.planner.state.pages.pool.num_cached > 0
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("lag", "page_size"), CELLS)
 def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
     rng = np.random.default_rng(lag * 10 + page_size)
     # Little memory: requests are retracted, pages change hands while steps that wrote them still run.
@@ -63,10 +65,10 @@ def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
         _check_load(world, _submit_load(world, rng, 24))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize(("page_size", "most"), [(1, 2), (4, 5)])
-def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size, most):
+@pytest.mark.parametrize(("lag", "page_size"), CELLS)
+def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size):
     """The host hears late how long rows are: pages are granted for the most, records are settled from counts."""
+    most = page_size + 1
     rng = np.random.default_rng(lag * 10 + page_size)
     runner_class = partial(LaggingUnevenRunner, max_tokens_per_row=most, row_seed=lag)
     world = LaggingWorld(
@@ -76,8 +78,7 @@ def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size, most)
         _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("lag", "page_size"), CELLS)
 def test_rows_that_yield_nothing_in_some_steps(lag, page_size):
     """As those whose masks are late: their lengths go on from where they are, and every output comes to its end."""
     rng = np.random.default_rng(lag * 10 + page_size)

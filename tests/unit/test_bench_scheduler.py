@@ -44,9 +44,18 @@ def test_all_but_the_costs_is_a_function_of_the_arguments() -> None:
     assert first != _virtual(Replay(replace(SMALL, seed=99)).run())
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight"])
+_NUM_REQUESTS = {"few-shot": 48, "multi-turn": 8, "tree": 24, "code": 36}
+# Every workload and every policy once; every pair is in the full suite.
+_DAILY = [("few-shot", "fcfs"), ("multi-turn", "lpm"), ("tree", "dfs-weight"), ("code", "fcfs")]
+
+
 @pytest.mark.parametrize(
-    ("workload", "num_requests"), [("few-shot", 48), ("multi-turn", 8), ("tree", 24), ("code", 36)]
+    ("workload", "num_requests", "policy"),
+    [
+        pytest.param(workload, num, policy, marks=() if (workload, policy) in _DAILY else pytest.mark.full)
+        for workload, num in _NUM_REQUESTS.items()
+        for policy in ("fcfs", "lpm", "dfs-weight")
+    ],
 )
 def test_with_room_the_hit_rate_is_nearly_the_oracles(workload: str, num_requests: int, policy: str) -> None:
     report = Replay(ReplayConfig(workload=workload, num_requests=num_requests, running=32, policy=policy)).run()

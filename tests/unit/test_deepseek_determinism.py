@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _NUM_TOKENS = 768
 _MODELS = ("tiny", "v2_groups_yarn", "v3_odd_sizes", "v3_yarn_plain_query")
 
 Load = Callable[[str, int], CpuRunner]
+LongAlone = Callable[[str], tuple[list[int], np.ndarray]]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +59,26 @@ def _one_by_one(runner: CpuRunner, ids: list[int]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+@pytest.fixture(scope="module")
+def long_alone(load: Load) -> LongAlone:
+    """By model, 200 tokens and their logits one by one, computed once."""
+
+    @functools.cache
+    def get(model: str) -> tuple[list[int], np.ndarray]:
+        ids = _ids(load(model, 1), 3, 200)
+        return ids, _one_by_one(load(model, 1), ids)
+
+    return get
+
+
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
 
 
 @pytest.mark.parametrize("model", _MODELS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_chunked_prefill_has_the_bits_of_decode(load: Load, model: str, page_size: int) -> None:
-    ids = _ids(load(model, 1), 3, 200)
-    expected = _one_by_one(load(model, 1), ids)
+def test_chunked_prefill_has_the_bits_of_decode(load: Load, long_alone: LongAlone, model: str, page_size: int) -> None:
+    ids, expected = long_alone(model)
     for chunk in (1000, 64, 7):
         runner = load(model, page_size)
         stream = Stream(0, ids, scattered_pages(runner, [len(ids)], seed=chunk)[0])

@@ -127,7 +127,7 @@ def outcome_of(output: OutputDecoder, text: str) -> Outcome:
     return Outcome(text=text, num_tokens=output.num_tokens, stop=output.stop)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases(), st.lists(st.integers(0, 60)))
 def test_deltas_concatenate_to_the_oracle(case: Case, cuts: list[int]) -> None:
     output = new_output(case)
@@ -138,7 +138,7 @@ def test_deltas_concatenate_to_the_oracle(case: Case, cuts: list[int]) -> None:
     assert output.text_bytes == len(text.encode())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases(), st.data())
 def test_a_decoder_lost_at_any_moment_is_rebuilt(case: Case, data: st.DataObject) -> None:
     """The router holds the ids and what of the text was delivered, which may be less than what was decoded."""

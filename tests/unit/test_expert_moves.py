@@ -89,7 +89,7 @@ def run_ops(runner: CpuRunner, *ops: worker_pb2.BarrierOp) -> None:
         moves_of(runner).apply(op)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_logits_stay_to_the_bit_while_experts_move(size: int, folder: Path) -> None:
     """In slices, whole or not; copies come, experts change slots; nothing takes effect before it is placed."""
     alone = load(folder)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}
 # An alternation of counted repetitions: minutes of compilation.
 BOMB = json.dumps({"type": "string", "pattern": "^(" + "|".join(f"(a{{{n},{n + 500}}}b?)+" for n in range(400)) + ")$"})
 pytest.importorskip("xgrammar")
+MakeCompiler = Callable[[GrammarLimits], GrammarCompiler]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,21 @@ async def compiler(folder: Path) -> AsyncIterator[GrammarCompiler]:
     made = GrammarCompiler(folder, "xgrammar", GrammarLimits(timeout_s=20.0))
     yield made
     made.close()
+
+
+@pytest.fixture
+async def light_compiler(folder: Path) -> AsyncIterator[MakeCompiler]:
+    """Makes compilers with the library whose processes start in a tenth of a second: xgrammar's import torch."""
+    pytest.importorskip("llguidance")
+    made: list[GrammarCompiler] = []
+
+    def make(limits: GrammarLimits) -> GrammarCompiler:
+        made.append(GrammarCompiler(folder, "llguidance", limits))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.close()
 
 
 async def test_an_artefact_is_named_by_its_bytes_and_follows_the_grammar(
@@ -91,53 +107,48 @@ async def test_a_bomb_ends_at_the_time_limit_and_the_next_grammar_compiles(folde
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such class of processes here")
-async def test_compilations_give_way_to_streams(compiler: GrammarCompiler) -> None:
+async def test_compilations_give_way_to_streams(light_compiler: MakeCompiler) -> None:
+    compiler = light_compiler(GrammarLimits())
     await compiler.compile(GrammarSource(GrammarForm.JSON_SCHEMA, SCHEMA))
     (pid,) = compiler.pids
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert os.sched_getscheduler(pid) == os.SCHED_BATCH
 
 
-async def test_a_killed_process_costs_no_request(compiler: GrammarCompiler) -> None:
+async def test_a_killed_process_costs_no_request(light_compiler: MakeCompiler) -> None:
+    compiler = light_compiler(GrammarLimits())
     await compiler.compile(GrammarSource(GrammarForm.REGEX, "a"))
     for pid in compiler.pids:
         os.kill(pid, signal.SIGKILL)
     assert (await compiler.compile(GrammarSource(GrammarForm.REGEX, "b"))).data
 
 
-async def test_more_than_may_wait_is_refused(folder: Path) -> None:
-    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=2))
-    try:
-        calls = [
-            asyncio.ensure_future(compiler.compile(GrammarSource(GrammarForm.REGEX, f"a{number}")))
-            for number in range(4)
-        ]
-        done = await asyncio.gather(*calls, return_exceptions=True)
-        refused = [error for error in done if isinstance(error, MeshError)]
-        assert [error.reason for error in refused] == [ErrorReason.ERROR_REASON_OVERLOADED] * 2
-    finally:
-        compiler.close()
+async def test_more_than_may_wait_is_refused(light_compiler: MakeCompiler) -> None:
+    compiler = light_compiler(GrammarLimits(max_waiting=2))
+    calls = [
+        asyncio.ensure_future(compiler.compile(GrammarSource(GrammarForm.REGEX, f"a{number}"))) for number in range(4)
+    ]
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [error for error in done if isinstance(error, MeshError)]
+    assert [error.reason for error in refused] == [ErrorReason.ERROR_REASON_OVERLOADED] * 2
 
 
-async def test_a_tenant_takes_turns_with_a_crowd_of_another(folder: Path) -> None:
-    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=8))
+async def test_a_tenant_takes_turns_with_a_crowd_of_another(light_compiler: MakeCompiler) -> None:
+    compiler = light_compiler(GrammarLimits(max_waiting=8))
     ended: list[str] = []
 
     async def compiled(name: str, tenant: str) -> None:
         await compiler.compile(GrammarSource(GrammarForm.REGEX, name), tenant=tenant)
         ended.append(name)
 
-    try:
-        crowd = [asyncio.ensure_future(compiled(f"a{number}", "crowd")) for number in range(7)]
-        await asyncio.sleep(0)
-        other = asyncio.ensure_future(compiled("b", "other"))
-        done = await asyncio.gather(*crowd, other, return_exceptions=True)
-        errors = [error.reason for error in done if isinstance(error, MeshError)]
-        assert errors == [ErrorReason.ERROR_REASON_OVERLOADED], "a tenant has six places of eight"
-        assert sorted(ended) == sorted([*(f"a{number}" for number in range(6)), "b"])
-        assert ended.index("b") <= 2, ended
-    finally:
-        compiler.close()
+    crowd = [asyncio.ensure_future(compiled(f"a{number}", "crowd")) for number in range(7)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(compiled("b", "other"))
+    done = await asyncio.gather(*crowd, other, return_exceptions=True)
+    errors = [error.reason for error in done if isinstance(error, MeshError)]
+    assert errors == [ErrorReason.ERROR_REASON_OVERLOADED], "a tenant has six places of eight"
+    assert sorted(ended) == sorted([*(f"a{number}" for number in range(6)), "b"])
+    assert ended.index("b") <= 2, ended
 
 
 async def test_turns_of_waiters_that_leave_are_passed_on() -> None:
@@ -182,23 +193,20 @@ async def test_a_process_that_met_a_bound_does_not_keep_what_it_took(folder: Pat
         compiler.close()
 
 
-async def test_a_grammar_that_nobody_waits_for_any_more_leaves_the_queue(folder: Path) -> None:
-    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=3))
+async def test_a_grammar_that_nobody_waits_for_any_more_leaves_the_queue(light_compiler: MakeCompiler) -> None:
+    compiler = light_compiler(GrammarLimits(max_waiting=3))
     letters = [GrammarSource(GrammarForm.REGEX, letter) for letter in "abcd"]
-    try:
-        first, left, left_by_one, stays = (
-            asyncio.ensure_future(compiler.compile(letters[number])) for number in (0, 1, 2, 2)
-        )
-        await asyncio.sleep(0)
-        left.cancel()
-        left_by_one.cancel()
-        await asyncio.wait([left, left_by_one])
-        assert left.cancelled() and left_by_one.cancelled()
-        done = await asyncio.gather(first, stays, compiler.compile(letters[3]), return_exceptions=True)
-        assert [bool(getattr(artefact, "data", b"")) for artefact in done] == [True] * 3, done
-        assert (await compiler.compile(letters[1])).data
-    finally:
-        compiler.close()
+    first, left, left_by_one, stays = (
+        asyncio.ensure_future(compiler.compile(letters[number])) for number in (0, 1, 2, 2)
+    )
+    await asyncio.sleep(0)
+    left.cancel()
+    left_by_one.cancel()
+    await asyncio.wait([left, left_by_one])
+    assert left.cancelled() and left_by_one.cancelled()
+    done = await asyncio.gather(first, stays, compiler.compile(letters[3]), return_exceptions=True)
+    assert [bool(getattr(artefact, "data", b"")) for artefact in done] == [True] * 3, done
+    assert (await compiler.compile(letters[1])).data
 
 
 def test_a_source_is_one_of_five_and_bounded() -> None:

@@ -75,7 +75,7 @@ def test_no_kill_yields_a_wrong_page_or_breaks_the_budget(tmp_path: Path) -> Non
         process.send_signal(signal.SIGKILL)
         told[seed] += [int(line) for line in process.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
 
-    for seed in range(1, 7):
+    for seed in range(1, 5):
         command = [sys.executable, "-m", "support.kv_file_writer", str(tmp_path), str(budget), str(seed)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         assert process.stdout is not None
@@ -94,7 +94,7 @@ def test_no_kill_yields_a_wrong_page_or_breaks_the_budget(tmp_path: Path) -> Non
         kill_first()
     assert folder_bytes(tmp_path) <= budget
     # The last of all that was told: nobody has written since, but what was on its way.
-    assert get(reader, pages_of(told[6][-1], 30, 4000)) == [Got.HIT] * 30
+    assert get(reader, pages_of(told[4][-1], 30, 4000)) == [Got.HIT] * 30
     assert reader.counters().corrupt == 0
     reader.close()
 

@@ -253,7 +253,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 PlannerMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=60,
     deadline=None,
     # Shrinking runs take minutes; the failing example is reported as it is.

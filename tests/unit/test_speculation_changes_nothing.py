@@ -208,7 +208,6 @@ def _plain(model: str) -> Run:
 @pytest.mark.parametrize(
     ("model", "page_size", "max_drafts", "depth"),
     [
-        ("tiny-llama", 1, 4, 2),
         ("tiny-llama", 16, 2, 1),
         pytest.param("tiny-llama", 4, 8, 0, marks=pytest.mark.full),
         ("tiny-deepseek", 16, 4, 2),
@@ -284,8 +283,7 @@ def test_outputs_are_those_without_a_tree_of_drafts(
 @pytest.mark.parametrize(
     ("model", "algorithm", "topk"),
     [
-        ("tiny-llama", "standalone", 1),
-        ("tiny-llama", "eagle3", 1),
+        *(pytest.param("tiny-llama", name, 1, marks=pytest.mark.full) for name in ("standalone", "eagle3")),
         ("tiny-deepseek", "mtp", 1),
         ("tiny-llama", "eagle3", 3),
     ],
@@ -299,10 +297,17 @@ def test_lost_streams_and_workers_change_nothing_of_what_a_network_drafts(
 
 
 @pytest.mark.parametrize(
-    ("epochs", "deaths"),
-    [((5, 6, 14), ()), ((), (7, 12)), pytest.param((), tuple(range(3, 60, 7)), marks=pytest.mark.full)],
+    ("epochs", "deaths", "depth"),
+    [
+        ((5, 6, 14), (), 2),
+        ((), (7, 12), 0),
+        *(
+            pytest.param(*losses, depth, marks=pytest.mark.full)
+            for losses in (((5, 6, 14), ()), ((), (7, 12)), ((), tuple(range(3, 60, 7))))
+            for depth in range(3)
+        ),
+    ],
 )
-@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_lost_streams_and_workers_change_nothing(epochs: tuple[int, ...], deaths: tuple[int, ...], depth: int) -> None:
     """Rows with drafts in flight are admitted again with what their scheduler has; pages that a claim adopts hold
     confirmed tokens alone."""

@@ -83,6 +83,24 @@ def _plain(model: str) -> tuple[list[list[int]], dict[int, list[bytes]]]:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "model", "topk"),
+    [("eagle3", "tiny-llama", 1), pytest.param("mtp", "tiny-deepseek", 1, marks=pytest.mark.full)],
+)
+def test_drafts_behind_a_prefix_are_the_same_wherever_that_was(algorithm: str, model: str, topk: int) -> None:
+    """Features of the target come back with the KV: without them a network drafts worse."""
+    accepted = []
+    for num_tokens, num_host_pages in ((4096, 0), (240, 1024)):
+        runner = _runner(algorithm, model, num_tokens, 4)
+        runner.verify(cpu_drafter(algorithm, runner, model, 5, topk), max_drafts=5)
+        rounds = _Rounds(runner, num_host_pages)
+        rounds.run(3)
+        records = rounds.world.records.values()
+        accepted.append([record.finished.accepted_tokens for record in records if record.finished])
+    assert rounds.world.planner.loads.num_loads >= NUM_TEXTS
+    assert accepted[0] == accepted[1] and len(accepted[0]) == 3 * NUM_TEXTS and sum(accepted[0]) >= 20
+
+
+@pytest.mark.parametrize(
     ("algorithm", "model", "topk", "page_size"),
     [
         ("eagle3", "tiny-llama", 3, 4),

@@ -85,7 +85,7 @@ def test_every_architecture_has_the_logits_of_one_rank(architecture: str, tmp_pa
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        ("llama", 2),
+        pytest.param("llama", 2, marks=pytest.mark.full),
         ("llama", 3),
         ("llama", 4),
         ("deepseek", 2),

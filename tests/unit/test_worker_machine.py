@@ -250,6 +250,6 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 WorkerMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestWorkerMachine = WorkerMachine.TestCase

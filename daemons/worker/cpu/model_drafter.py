@@ -139,11 +139,15 @@ class ModelDrafter(Drafter):
         if self._features_SF is not None:
             self._features_SF[to] = self._features_SF[since]
 
+    @property
+    def features(self) -> torch.Tensor | None:
+        return self._features_SF
+
     @torch.inference_mode()
-    def received(self, indexes: IntArray) -> None:
-        # Hidden states do not travel with KV: without this the network would draft from those of an earlier request.
+    def received(self, indexes: IntArray, *, has_features: bool = False) -> None:
         self._is_fresh[indexes] = False
-        if self._features_SF is not None:
+        # Hidden states do not come from other workers: without this it would draft from those of an earlier request.
+        if self._features_SF is not None and not has_features:
             self._features_SF[torch.from_numpy(indexes.astype(np.int64))] = 0
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.cpu.two_batches import TwoBatches, halves
 from radixmesh.daemons.worker.experts.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
-from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots, rows_of_pages
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import HiddenStates, Model, ModelBatch
 from radixmesh.daemons.worker.ranks.group import Group, LocalGroup
@@ -229,13 +229,16 @@ class CpuRunner(ModelRunner):
             self.drafter.received(indexes)
 
     def add_host_pool(self, num_bytes: int, segment: HostSegment | None = None) -> None:
-        self.host_pool = ArrayHostPool(num_bytes, self.pool.page_planes(), self._loaded, segment)
+        features = None if self.drafter is None else self.drafter.features
+        beside_kv = () if features is None else (rows_of_pages(features, self.pool).numpy(),)
+        planes = self.pool.page_planes()
+        self.host_pool = ArrayHostPool(num_bytes, planes, self._loaded, segment, beside_kv=beside_kv)
 
     def _loaded(self, pages: IntArray) -> None:
-        """KV came into these pages that a drafter has not seen."""
+        """KV came back into these pages, with a drafter's features of it."""
         if self.drafter is not None:
             size = self.page_size
-            self.drafter.received(kv_slots(pages, len(pages) * size, size).astype(np.int32))
+            self.drafter.received(kv_slots(pages, len(pages) * size, size).astype(np.int32), has_features=True)
 
     @torch.inference_mode()
     def clear(self) -> None:

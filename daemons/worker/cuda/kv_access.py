@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory
 from radixmesh.daemons.worker.host_memory.host_pool import ArrayHostPool, HostPool
 from radixmesh.daemons.worker.host_memory.host_segment import HostSegment
-from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots
+from radixmesh.daemons.worker.kv_pool import KvPool, kv_slots, rows_of_pages
 
 
 class KvAccess:
@@ -36,13 +36,17 @@ class KvAccess:
 
     def create_host_pool(self, num_bytes: int, segment: HostSegment | None) -> HostPool:
         """Raises as `ModelRunner.add_host_pool`."""
+        features = None if self._network is None else self._network.features_NF
+        rows = () if features is None else (rows_of_pages(features, self._pool),)
         if not isinstance(self._device, CudaDevice):
-            return ArrayHostPool(num_bytes, self._pool.page_planes(), self._loaded, segment)
+            arrays = [of.numpy() for of in rows]
+            return ArrayHostPool(num_bytes, self._pool.page_planes(), self._loaded, segment, beside_kv=arrays)
         # Triton is needed where there is a GPU alone.
         from radixmesh.daemons.worker.cuda.host_tier.host_pool import CudaHostPool
 
         words, num_pages = self._pool.page_words(), self._pool.num_pages
-        return CudaHostPool(self._device, words, num_bytes, num_pages, self._loaded, segment)
+        beside_kv = [of.view(torch.int32)[None] for of in rows]
+        return CudaHostPool(self._device, words, num_bytes, num_pages, self._loaded, segment, beside_kv=beside_kv)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
@@ -84,11 +88,11 @@ class KvAccess:
 
     @torch.inference_mode()
     def _loaded(self, pages: IntArray) -> None:
-        """KV came into these pages that a network has not seen."""
+        """KV comes back into these pages, with a network's features of it."""
         if self._network is not None:
             with self._device.in_order():
                 indexes = kv_slots(pages, len(pages) * self._pool.page_size, self._pool.page_size).astype(np.int32)
                 tokens = torch.empty(len(indexes), dtype=torch.int32, device=self._device.torch_device)
                 # Not a copy that waits for the steps that were launched.
                 self._device.upload(indexes, tokens)
-                self._network.received(tokens)
+                self._network.received(tokens, has_features=True)

@@ -1,13 +1,14 @@
 """KV pages in host memory: the seam between plans and whoever copies, and the pool of workers that compute on CPUs.
 
 A host page lies in one piece, whatever the layers and planes of the device pool are: page-first, so that it can be
-written to a file or sent as it is.
+written to a file or sent as it is. Behind its KV lies what a network that drafts keeps of the tokens, which only the
+worker itself uses: the KV is the same without it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ class HostPool(ABC):
 
     num_pages: int
     page_bytes: int
+    kv_bytes: int
+    """Of a page those of its KV, which come first."""
     segment: HostSegment | None = None
     """Has the pages' memory, which outlives the worker; None: it is this process's own."""
 
@@ -57,8 +60,13 @@ class HostPool(ABC):
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:
-        """Host pages as uint8 [num_pages, page_bytes], which threads may read; None (the default): they may not.
+        """KV of host pages as uint8 [num_pages, kv_bytes], which threads may read; None (the default): they may not.
         A page is in it once saved() is done."""
+        return None
+
+    @property
+    def beside_kv(self) -> npt.NDArray[np.uint8] | None:
+        """The rest of host pages, uint8 [num_pages, page_bytes - kv_bytes]. Default: as of `memory`."""
         return None
 
     def saved(self) -> DeviceEvent:
@@ -66,18 +74,19 @@ class HostPool(ABC):
         return DONE
 
     def write(self, host_pages: IntArray, data: npt.NDArray[np.uint8]) -> None:
-        """Fills host pages, int32 [n], with data, uint8 [n, page_bytes], behind all copies of them. Default: where
-        copies run in the call."""
-        memory = self.memory
-        assert memory is not None, "threads may not touch this pool's memory"
-        memory[host_pages] = data
+        """Fills host pages, int32 [n], with KV, uint8 [n, kv_bytes], behind all copies of them; the rest is zero.
+        Default: where copies run in the call."""
+        memory, rest = self.memory, self.beside_kv
+        assert memory is not None and rest is not None, "threads may not touch this pool's memory"
+        memory[host_pages], rest[host_pages] = data, 0
 
 
 class ArrayHostPool(HostPool):
     """Rows of bytes; copies run in the call.
 
-    planes: views of the device's pages, uint8 [pages of the device, bytes of a page in this plane]. loaded: told of
-    device pages that were written. segment: where the rows are, not opened yet; None: in memory of this process.
+    planes: views of the device's pages, uint8 [pages of the device, bytes of a page in this plane]. beside_kv: the
+    same, of what is not KV. loaded: told of device pages that were written. segment: where the rows are, not opened
+    yet; None: in memory of this process.
     """
 
     def __init__(
@@ -86,11 +95,14 @@ class ArrayHostPool(HostPool):
         planes: Mapping[str, npt.NDArray[np.uint8]],
         loaded: Callable[[IntArray], None] | None = None,
         segment: HostSegment | None = None,
+        *,
+        beside_kv: Sequence[npt.NDArray[np.uint8]] = (),
     ) -> None:
         self.segment = segment
-        self.page_bytes = sum(plane.shape[1] for plane in planes.values())
+        self._planes = (*planes.values(), *beside_kv)
+        self.page_bytes = sum(plane.shape[1] for plane in self._planes)
+        self.kv_bytes = self.page_bytes - sum(plane.shape[1] for plane in beside_kv)
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
-        self._planes = tuple(planes.values())
         if segment is None:
             self._rows = np.empty((self.num_pages, self.page_bytes), np.uint8)
         else:
@@ -99,7 +111,11 @@ class ArrayHostPool(HostPool):
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        return self._rows
+        return self._rows[:, : self.kv_bytes]
+
+    @property
+    def beside_kv(self) -> npt.NDArray[np.uint8]:
+        return self._rows[:, self.kv_bytes :]
 
     def save(self, device_pages: IntArray, host_pages: IntArray, behind: DeviceEvent | None = None) -> None:
         start = 0

@@ -59,8 +59,8 @@ def _nothing() -> None:
 
 class KvSender:
     """Of one transfer. writer: instance id of this process. piece_bytes: of the last chunk in one copy, so that its
-    receiver may scatter one piece while the next is gathered; 0: all at once. on_over: told whether all was sent, the
-    bytes, and the seconds since the first chunk."""
+    receiver may scatter one piece while the next is gathered; 0: all at once. on_over: told once whether all was sent,
+    the bytes, and the seconds since the first chunk; nothing is written any more."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class KvSender:
         piece_bytes: int = 0,
     ) -> None:
         self.region = region
+        self.address = address
         self.epoch = epoch
         self.next_token = region.first_token
-        self._address = address
         self._stamp = np.frombuffer(stamp, np.uint8)
         self._writer = writer
         self._pool = pool
@@ -148,7 +148,9 @@ class KvSender:
     def cancel(self) -> None:
         """Ends it, also before it begins. Idempotent."""
         if self._task is None:
-            self._is_ended = True
+            if not self._is_ended:
+                self._is_ended = True
+                self._on_over(self, False, 0, 0.0)
         elif not self._task.cancelling():
             self._task.cancel()
 
@@ -228,7 +230,7 @@ class KvSender:
 
     async def _run(self) -> None:
         try:
-            async with self._transport.open(self._address, self.region, self._writer) as target:
+            async with self._transport.open(self.address, self.region, self._writer) as target:
                 self._target = target
                 self._is_open.set()
                 try:
@@ -241,7 +243,7 @@ class KvSender:
             self._is_sent = True
         except (MeshError, TimeoutError) as error:
             message = str(error) or "no chunk came"
-            log.info("kv_not_sent", transfer=self.region.transfer_id, peer=self._address, error=message)
+            log.info("kv_not_sent", transfer=self.region.transfer_id, peer=self.address, error=message)
 
     async def _write(self, target: KvWriter) -> None:
         """All chunks, as they come, and the last word."""

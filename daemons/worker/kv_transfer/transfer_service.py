@@ -77,6 +77,11 @@ class GrpcTransport(KvTransport):
             message = f"the worker at {address} took nothing for {self._patience_s:g} s"
             raise MeshError(ErrorReason.ERROR_REASON_TRANSFER_FAILED, message) from error
 
+    async def give_up(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> None:
+        async with GrpcTransport.open(self, address, region, writer) as words:
+            assert isinstance(words, GrpcWriter)
+            await words.abort()
+
     async def written(self, call: _Call, request: worker_pb2.WriteTransferRequest) -> None:
         """Sends one message."""
         async with asyncio.timeout(self._patience_s):
@@ -145,6 +150,18 @@ class GrpcWriter(KvWriter):
             await self._transport.written(self._call, self._request)
         await self._transport.answer_of(self._call)
         self.is_answered = True
+
+    async def abort(self) -> None:
+        """Says that nothing will be written; returns when the receiver knows."""
+        self._request.last_word = worker_pb2.TRANSFER_LAST_WORD_ABORTED
+        with suppress(asyncio.InvalidStateError):
+            await self._transport.written(self._call, self._request)
+        try:
+            await self._transport.answer_of(self._call)
+        except grpc.aio.AioRpcError as error:
+            # Refused: the transfer is over there, or its writer's stream tells of its end. The channel is sound.
+            if mesh_error_from_rpc(error).reason != ErrorReason.ERROR_REASON_TRANSFER_FAILED:
+                raise
 
     async def _write(self) -> None:
         try:

@@ -40,6 +40,8 @@ _TICK_S = 0.1
 _AFTER_STEP_S = 10.0
 _POLL_S = 0.0005
 _MOST_NAMED = 64
+# Receivers that are being told at a time: one that is not there is given up after ten seconds.
+_MOST_TOLD = 256
 
 
 @dataclass(slots=True)
@@ -87,6 +89,9 @@ class KvTransfers:
         self._executor: StepExecutor | None = None
         self._digest = ""
         self.senders: dict[str, KvSender] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        """Words to receivers of transfers that failed here."""
+        self._is_closed = False
         self._ticking: asyncio.Task[None] | None = None
         self._piece_bytes = piece_bytes
         self._steps, self._gathers = EventWaits("kv-steps"), EventWaits("kv-out")
@@ -181,22 +186,27 @@ class KvTransfers:
 
     async def start(self, request: worker_pb2.StartTransferRequest) -> None:
         """Gathers the next chunk of a transfer, which is sent behind those before; returns when the pages are the
-        caller's again.
+        caller's again. A chunk that fails ends the transfer, at its receiver too.
 
         Raises EPOCH_FENCED, PAGE_CONFLICT, TRANSFER_FAILED, INVALID_ARGUMENT, OVERLOADED or UNSUPPORTED.
         """
         self._check_holder(request.epoch, request.instance_id)
-        region, transport = request.region, self.transport
-        executor, part = self._offered(region.kv)
-        assert transport is not None
-        token_bytes, first_token = executor.runner.kv_part_bytes(part), request.first_token
-        if not region.num_tokens or region_bytes(region.num_tokens, token_bytes) != region.num_bytes:
-            message = (
-                f"{region.num_bytes} bytes are no region of {region.num_tokens} tokens: send it as it was prepared"
-            )
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
-        pages = unpack_ints(request.source_pages, "source_pages")
-        generations = unpack_ints(request.source_generations, "source_generations")
+        region = request.region
+        try:
+            executor, part = self._offered(region.kv)
+            token_bytes, first_token = executor.runner.kv_part_bytes(part), request.first_token
+            if not region.num_tokens or region_bytes(region.num_tokens, token_bytes) != region.num_bytes:
+                message = (
+                    f"{region.num_bytes} bytes are no region of {region.num_tokens} tokens: send it as it was prepared"
+                )
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
+            pages = unpack_ints(request.source_pages, "source_pages")
+            generations = unpack_ints(request.source_generations, "source_generations")
+            sender, is_new = self._sender_of(request)
+        except MeshError:
+            # No sender tells of it.
+            self._give_up(region, request.address)
+            raise
         trace("kv_gather_asked", region.transfer_id, first_token=first_token, tokens=request.num_tokens)
         size, times = executor.limits.page_size, _ChunkTimes()
         ready: asyncio.Future[None] | None = None
@@ -247,37 +257,43 @@ class KvTransfers:
             num_bytes = request.num_tokens * token_bytes
             return worker_pb2.GatherStart(host=host_name(), monotonic_ns=int(1e9 * times.began_s), num_bytes=num_bytes)
 
-        sender = self.senders.get(region.transfer_id)
-        is_new = sender is None
-        if sender is None:
-            if len(self.senders) >= MAX_SENDERS:
-                message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
-                raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
-            stamp = _key_of(region).stamp()
-            sender = KvSender(
-                region,
-                request.address,
-                stamp,
-                request.epoch,
-                self._instance_id,
-                self.staging,
-                transport,
-                self._sent,
-                piece_bytes=self._piece_bytes,
-            )
-        elif sender.region != region or sender.epoch != request.epoch:
-            message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
-        if is_new:
-            self.senders[region.transfer_id] = sender
         try:
             if request.is_last:
                 sender.gather_start = gather_start
             await sender.add(first_token, request.num_tokens, token_bytes, is_last=request.is_last, gather=gathered)
         except BaseException:
-            if is_new and self.senders.get(region.transfer_id) is sender:
-                del self.senders[region.transfer_id]
+            if is_new:
+                sender.cancel()
+                # Its copies may run for longer: it tells of its end behind them.
+                if self.senders.get(region.transfer_id) is sender:
+                    del self.senders[region.transfer_id]
             raise
+
+    def _sender_of(self, request: worker_pb2.StartTransferRequest) -> tuple[KvSender, bool]:
+        """The sender of a chunk, and whether it is the first one. Raises OVERLOADED or INVALID_ARGUMENT."""
+        region, transport = request.region, self.transport
+        assert transport is not None
+        sender = self.senders.get(region.transfer_id)
+        if sender is not None:
+            if sender.region != region or sender.epoch != request.epoch:
+                message = f"the transfer {region.transfer_id!r} is another one here: choose another id"
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "region"})
+            return sender, False
+        if len(self.senders) >= MAX_SENDERS:
+            message = f"{MAX_SENDERS} transfers are being sent: retry when some are over"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        sender = self.senders[region.transfer_id] = KvSender(
+            region,
+            request.address,
+            _key_of(region).stamp(),
+            request.epoch,
+            self._instance_id,
+            self.staging,
+            transport,
+            self._sent,
+            piece_bytes=self._piece_bytes,
+        )
+        return sender, True
 
     def abort(self, transfer_id: str, *, is_writer_gone: bool = False) -> None:
         """Ends a transfer, whichever end of it this is. is_writer_gone: as of TransferReceiver.abort(). Unknown ids are
@@ -296,6 +312,26 @@ class KvTransfers:
             self._figures.passed("send", num_bytes, seconds)
         else:
             self._figures.failed("not_sent")
+            self._give_up(sender.region, sender.address)
+
+    def _give_up(self, region: worker_pb2.TransferRegion, address: str) -> None:
+        """Tells the receiver of a transfer that nothing more comes. It may know: the stream of a writer ends. But one
+        that ends early may never have reached it, and a receiver that hears of no writer waits for one."""
+        transport = self.transport
+        if transport is None or self._is_closed:
+            return
+        if len(self._telling) >= _MOST_TOLD:
+            log.info("kv_receiver_not_told", transfer=region.transfer_id, peer=address, error="too many at a time")
+            return
+        telling = asyncio.ensure_future(self._tell(transport, region, address))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, transport: KvTransport, region: worker_pb2.TransferRegion, address: str) -> None:
+        try:
+            await transport.give_up(address, region, self._instance_id)
+        except MeshError as error:
+            log.info("kv_receiver_not_told", transfer=region.transfer_id, peer=address, error=str(error))
 
     async def commit(self, request: worker_pb2.CommitTransferRequest) -> worker_pb2.CommitTransferResponse:
         """Scatters regions that are written, or will be soon, into pages, behind a step. Raises EPOCH_FENCED,
@@ -358,8 +394,11 @@ class KvTransfers:
 
     def close(self) -> None:
         """Nothing is sent any more."""
+        self._is_closed = True
         for sender in tuple(self.senders.values()):
             sender.cancel()
+        for telling in self._telling:
+            telling.cancel()
         if self._ticking is not None:
             self._ticking.cancel()
         if self.transport is not None:

@@ -137,6 +137,11 @@ class KvTransport(ABC):
         failed.
         """
 
+    @abstractmethod
+    async def give_up(self, address: str, region: worker_pb2.TransferRegion, writer: str) -> None:
+        """Tells the receiver that the transfer has failed, for a writer whose open() it may not have heard of. Nothing
+        of this process writes there, or will. Raises MeshError where nobody could be told."""
+
     async def send(self, address: str, region: worker_pb2.TransferRegion, writer: str, memory: ByteArray) -> None:
         """Writes all bytes of a region, and says the last word. Raises as done()."""
         async with self.open(address, region, writer) as target:

@@ -31,7 +31,7 @@ class SimulatedHostPool(HostPool):
         poison: np.uint64,
         load_token_us: float,
     ) -> None:
-        self.page_bytes = 8 * page_size
+        self.page_bytes = self.kv_bytes = 8 * page_size
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         self.device = kv.reshape(-1, page_size)
         self.rows = np.zeros((self.num_pages, page_size), np.uint64)

@@ -3,17 +3,20 @@
     acceptance   of each row's n-th draft, and all before it             row_acceptance.py
     cost         of steps, by the number of drafts of all their rows     step_costs.py
     choice       of that number: where tokens over time are the most. The likeliest drafts of all rows are made
-    credit       time that drafts may still lose: an eightieth of all time, and some of what they gained before
+    credit       time that drafts may still lose: a share of all time, and some of what they gained before
 
 Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
 is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
 whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; at some steps of debt
 nothing is drafted until half of it has been earned. So whatever acceptance and costs seem to be, drafts lose an
-eightieth of the time and 25 plain steps at most.
+eightieth of the time and 25 plain steps at most; of drafts that take nothing to be caught up with half as much time,
+since a trial of them costs less.
 
 The time of a step is that from the end of the step before to its own end: a small model's device waits for the host,
 whose work for a step is not in the time of the device. It counts if the step before was of the same rows and did the
-same, so that nothing was waited for but the engine. Where rows change with every step the device's time has to do.
+same, so that nothing was waited for but the engine. Beside a short step the host takes in one that was launched some
+steps before: it counts only if all in between did the same, and trials go on until there is one that does. Where rows
+change with every step the device's time has to do.
 
 A network that drafts lacks the tokens of steps that did not. A trial of it goes on until it has caught up, and for a
 step or two more, which alone tell what drafts cost. What catching up costs is measured as well, and asked of the
@@ -28,20 +31,25 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.worker.speculation.row_acceptance import Floats, RowAcceptance
 from radixmesh.daemons.worker.speculation.step_costs import LEAST_CAUGHT, Cost, Size, StepCosts
 
 _MARGIN = 1.02
 """Yield over cost from which on drafts begin, or another number of them: below it a mistake costs more than it may
 gain."""
+_TRIAL_SHARE, _LAPSING_SHARE = 1 / 160, 1 / 80
+"""Of the time, what drafts may lose while they do not pay, and those of a network, which has to catch up first."""
 _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
+_SHORT_NS, _MOST_AHEAD = 1_500_000, 8
+"""Of a step for which a device may have to wait for the host; steps that are launched ahead of one, at most."""
 _LEAST_APART = 8
 """Steps from one trial to the next, so that what it yielded is known: more than are in flight."""
 _LEAST_LOSS = 0.05
@@ -60,6 +68,9 @@ _YOUNG_DRAFTS, _CLEAR_GAIN = 16, 0.15
 """Results with drafts of the same rows, and gain of a step, from which on little changes from one to the next."""
 _FRACTIONS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of a row, in the mean, of the numbers of drafts that runners have which may have any."""
+
+
+_NONE = empty_ints()
 
 
 class RowLengths(NamedTuple):
@@ -104,11 +115,61 @@ class _Plan(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The step that was observed last, if it had no chunks."""
+    """The step that was observed last, if it had no chunks. num_same: steps of its key one behind the other."""
 
     slots: IntArray
     key: int
     end_ns: int
+    num_same: int
+
+
+class _Lapsed:
+    """Tokens that a network lacks of each slot, at most: rows that do not draft yield one token each. Of steps of the
+    same rows, of which there are many one behind the other, those without drafts are only counted, and those with
+    drafts change nothing once nothing is lacking."""
+
+    def __init__(self, num_slots: int, catch_up: int) -> None:
+        """catch_up: tokens of a row that a step with drafts computes; 0: nothing lapses."""
+        self._catch_up = catch_up
+        self._tokens_S = np.zeros(num_slots, np.int64)
+        # Rows of steps that are only counted; rows that lack nothing.
+        self._slots, self._num_steps, self._up_to_date = empty_ints(), 0, empty_ints()
+
+    def admitted(self, slot: int) -> None:
+        self._count()
+        self._tokens_S[slot] = 0
+
+    def passed(self, slots: IntArray, *, has_drafts: bool) -> None:
+        """A step of these slots more."""
+        if not self._catch_up:
+            return
+        if not has_drafts:
+            if slots is not self._slots:
+                self._count()
+                self._slots = slots
+            self._num_steps += 1
+            self._up_to_date = _NONE
+        elif slots is not self._up_to_date:
+            left_R = np.maximum(self.of(slots) - self._catch_up, 0)
+            self._tokens_S[slots] = left_R
+            self._up_to_date = _NONE if left_R.any() else slots
+
+    def caught_up(self, slots: IntArray) -> float:
+        """Tokens of a row, in the mean, that a step of these slots with drafts computes of those."""
+        if not self._catch_up or slots is self._up_to_date:
+            return 0.0
+        return float(np.minimum(self.of(slots), self._catch_up).mean())
+
+    def of(self, slots: IntArray) -> npt.NDArray[np.int64]:
+        """Of these slots, [rows]."""
+        self._count()
+        tokens_R: npt.NDArray[np.int64] = self._tokens_S[slots]
+        return tokens_R
+
+    def _count(self) -> None:
+        if self._num_steps:
+            self._tokens_S[self._slots] += self._num_steps
+            self._num_steps = 0
 
 
 class DraftLengths:
@@ -127,16 +188,21 @@ class DraftLengths:
         if is_whole:
             self.use_sizes(lambda num_rows: (Size(max_drafts, num_rows * max_drafts),), is_even=True)
         self._sizes_of: dict[int, Sequence[Size]] = {}
-        self._costs: defaultdict[int, StepCosts] = defaultdict(StepCosts)
-        # By slot, tokens that the network lacks at most: behind the steps that were chosen, and behind those observed.
-        self._lapsed, self._lapsed_then = np.zeros((2, num_slots), np.int64)
+        trial_share = _LAPSING_SHARE if catch_up else _TRIAL_SHARE
+        self._costs: defaultdict[int, StepCosts] = defaultdict(partial(StepCosts, trial_share))
+        # Behind the steps that were chosen, and behind those observed.
+        self._lapsed, self._lapsed_then = (_Lapsed(num_slots, catch_up) for _ in range(2))
         self._trial_left = self._plain_left = self._trial_key = 0
+        # Steps for which there will be no credit for a trial.
+        self._rest_left = 0
         # Steps of trials that are in flight.
         self._unseen = 0
         self._before: _Step | None = None
         self._plan: _Plan | None = None
-        # Steps that were chosen, and results with drafts.
-        self._num_chosen = self._num_told = 0
+        # Steps that were chosen and that were observed, and results with drafts.
+        self._num_chosen = self._num_observed = self._num_told = 0
+        # Steps that were launched ahead of the one that was observed last.
+        self._num_ahead = 0
 
     def use_sizes(self, sizes: Callable[[int], Sequence[Size]], *, is_even: bool) -> None:
         """The numbers of drafts of a step, by its rows, ascending, none where steps of so many draft nothing; as long
@@ -148,14 +214,20 @@ class DraftLengths:
         # The worker may have been idle before.
         self._before = self._plan = None
         self._acceptance.admitted(slot, is_sampled=is_sampled)
-        self._lapsed[slot] = self._lapsed_then[slot] = 0
+        self._lapsed.admitted(slot)
+        self._lapsed_then.admitted(slot)
 
     def choose(self, slots: IntArray, *, is_alone: bool) -> RowLengths | None:
         """Drafts of the rows of a step of these slots; None: they have none. is_alone: no chunks are in the step. With
         them its time does not tell what drafts cost, so nothing is tried in it."""
         self._num_chosen += 1
-        lengths = self._choose(slots, is_alone)
-        self._pass(self._lapsed, slots, lengths is not None)
+        lengths = None
+        if self._rest_left and self._plan is not None and _are_same(self._plan.slots, slots):
+            self._rest_left -= 1
+        else:
+            self._rest_left = 0
+            lengths = self._choose(slots, is_alone)
+        self._lapsed.passed(slots, has_drafts=lengths is not None)
         return lengths
 
     def as_drafted(self, lengths: RowLengths | None, drafted: IntArray) -> RowLengths | None:
@@ -179,18 +251,23 @@ class DraftLengths:
     ) -> None:
         """A step was done: tokens of each decode, the drafts that they were to have and those that they had, None: none
         had any. times: its start and its end on the device, ns; None: chunks were in the step too."""
-        num_caught, key = 0.0, 0 if lengths is None else lengths.size.key
-        if self._catch_up:
-            num_caught = float(np.minimum(self._lapsed_then[slots], self._catch_up).mean()) if key else 0.0
-            self._pass(self._lapsed_then, slots, key > 0)
+        key = 0 if lengths is None else lengths.size.key
+        num_caught = self._lapsed_then.caught_up(slots) if key else 0.0
+        self._lapsed_then.passed(slots, has_drafts=key > 0)
         costs, before = self._costs[_bucket(len(slots))], self._before
-        self._before = None if times is None else _Step(slots, key, times[1])
+        self._num_observed += 1
+        self._num_ahead = min(self._num_chosen - self._num_observed, _MOST_AHEAD)
+        self._before = None
         if times is not None:
             is_next = before is not None and before.end_ns < times[1] and _are_same(before.slots, slots)
             start_ns = before.end_ns if before is not None and is_next else times[0]
-            was_same = before is not None and before.key == key
-            costs.note(times[1] - start_ns, key, num_caught, is_rough=not is_next, is_settled=was_same)
-            costs.earn(times[1] - start_ns, key, int(counts.sum()) / len(counts) if key else 0.0, num_caught)
+            num_same = 1 + (before.num_same if before is not None and before.key == key else 0)
+            self._before = _Step(slots, key, times[1], num_same)
+            ns = times[1] - start_ns
+            is_settled = num_same >= self._trial_steps(ns)
+            costs.note(ns, key, num_caught, is_rough=not is_next, is_settled=is_settled)
+            num_tokens = int(counts.sum()) / len(counts) if key else 0.0
+            costs.earn(ns, key, num_tokens, num_caught, is_behind=is_next and not is_settled and ns < _SHORT_NS)
             if key:
                 self._unseen = max(0, self._unseen - 1)
         elif key and key in costs.drafting:
@@ -232,7 +309,7 @@ class DraftLengths:
             costs.since_plain += 1
             # The more drafts yield, the less it matters what exactly a plain step takes.
             if costs.since_plain >= _PLAIN_EVERY * plan.speed**2:
-                costs.since_plain, self._plain_left = 0, _TRIAL_STEPS - 1
+                costs.since_plain, self._plain_left = 0, self._trial_steps(costs.plain.ns) - 1
                 return None
             other = self._untried(plan, costs)
             if other is not None:
@@ -252,26 +329,26 @@ class DraftLengths:
     def _trial(self, plan: _Plan, costs: StepCosts) -> RowLengths | None:
         """The first step of a trial, of the number of drafts of which most is hoped; None: there is no credit."""
         sizes, index = plan.sizes, plan.trial
+        most_lapsed = int(self._lapsed.of(plan.slots).max()) if self._catch_up else 0
         is_unseen = bool(self._catch_up) and not costs.has_caught_up and costs.to_trial < 0
         # The cost of catching up is better known before it is with much: steps tell it whose own is known.
-        if is_unseen and 2 * LEAST_CAUGHT <= self._lapsed[plan.slots].max() <= 4 * LEAST_CAUGHT:
+        if is_unseen and 2 * LEAST_CAUGHT <= most_lapsed <= 4 * LEAST_CAUGHT:
             known = min(costs.drafting, key=lambda key: costs.drafting[key].ns)
             return self._try(plan.slots, costs, known)
         cost = plan.costs[index].expected
         unseen = self._unseen if costs.to_trial >= 0 else 0
         loss = max(cost - plan.yields[index], _LEAST_LOSS)
-        of_trial = (unseen + _TRIAL_STEPS) * loss
-        # Numbers by row take longer than all else here.
-        reserve = _RESERVE if self._catch_up else 0.0
+        num_steps = self._trial_steps(costs.plain.ns)
+        of_trial = (unseen + num_steps) * loss
+        if self._catch_up:
+            of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1) + self._catching_up(plan.slots, costs)
+        reserve = _RESERVE if self._catch_up and most_lapsed <= LEAST_CAUGHT else 0.0
         if not costs.allows(of_trial, reserve):
+            # Meanwhile there is only more to be caught up with.
+            if costs.to_trial < 0 and (costs.has_caught_up or not self._catch_up):
+                self._rest_left = min(costs.steps_until(of_trial, reserve), _PLAN_STEPS)
             return None
-        if self._catch_up and self._lapsed[plan.slots].max() > LEAST_CAUGHT:
-            reserve = 0.0
-        of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1)
-        of_trial += self._catching_up(plan.slots, costs)
-        if not costs.allows(of_trial, reserve):
-            return None
-        self._unseen = unseen + _TRIAL_STEPS
+        self._unseen = unseen + num_steps
         return self._try(plan.slots, costs, sizes[index].key)
 
     def _untried(self, plan: _Plan, costs: StepCosts) -> Size | None:
@@ -282,7 +359,7 @@ class DraftLengths:
         for size, tokens, cost in zip(plan.sizes, plan.yields, plan.costs, strict=True):
             if cost.least < cost.expected and tokens >= cost.least * plan.speed * _MARGIN:
                 loss = max(cost.expected - tokens / plan.speed, _LEAST_LOSS)
-                if costs.allows(_TRIAL_STEPS * loss):
+                if costs.allows(self._trial_steps(costs.plain.ns) * loss):
                     return size
         return None
 
@@ -290,7 +367,7 @@ class DraftLengths:
         """Begins a trial with this step."""
         costs.to_trial = _LEAST_APART
         self._trial_key = key
-        self._trial_left = self._steps_behind(slots) + _TRIAL_STEPS - 2
+        self._trial_left = self._steps_behind(slots) + self._trial_steps(costs.plain.ns) - 2
         return self._of_key(slots, costs, key)
 
     def _of_key(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
@@ -316,8 +393,12 @@ class DraftLengths:
         # All rows draft in a trial, if there are that many: what the others would yield nobody would know.
         first = next((index for index, size in enumerate(sizes) if size.num_drafts >= num_rows), len(sizes) - 1)
         likely_RK = self._acceptance.by_position(slots)
-        order, tokens_N = self._ordered(likely_RK)
-        yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
+        if self._is_even:
+            order, of_row = _NONE, np.cumsum(np.add.reduce(likely_RK, axis=0)) * (1.0 / num_rows)
+            yields = [1 + float(of_row[size.num_drafts // num_rows - 1]) for size in sizes]
+        else:
+            order, tokens_N = self._ordered(likely_RK)
+            yields = [1 + float(tokens_N[size.num_drafts - 1]) / num_rows for size in sizes]
         of_sizes = costs.of_sizes(sizes)
         best = max(range(len(sizes)), key=lambda index: yields[index] / of_sizes[index].expected)
         # Steps of the same number one behind the other tell what they cost.
@@ -344,9 +425,7 @@ class DraftLengths:
     def _ordered(self, likely_RK: Floats) -> tuple[IntArray, Floats]:
         """Positions of all rows in the order in which they get drafts, and the tokens that those up to each yield."""
         keys_RK = likely_RK
-        if self._is_even:
-            keys_RK = np.broadcast_to(-np.arange(likely_RK.shape[1], dtype=np.float64), likely_RK.shape)
-        elif self._catch_up:
+        if self._catch_up:
             keys_RK = likely_RK.copy()
             keys_RK[:, 0] += 1.0
         order = np.argsort(-keys_RK, axis=None, kind="stable").astype(np.int32)
@@ -356,22 +435,25 @@ class DraftLengths:
         """Drafts of the rows of a step of that size: the likeliest ones."""
         if index not in plan.lengths:
             size, num_rows = plan.sizes[index], len(plan.slots)
-            rows = plan.order[: size.num_drafts] // self._max_drafts
-            plan.lengths[index] = RowLengths(np.bincount(rows, minlength=num_rows).astype(np.int32), size)
+            if self._is_even:
+                by_row = np.full(num_rows, size.num_drafts // num_rows, np.int32)
+            else:
+                rows = plan.order[: size.num_drafts] // self._max_drafts
+                by_row = np.bincount(rows, minlength=num_rows).astype(np.int32)
+            plan.lengths[index] = RowLengths(by_row, size)
         return plan.lengths[index]
 
     def _catching_up(self, slots: IntArray, costs: StepCosts) -> float:
         """Of all that these rows lack, in plain steps."""
-        return costs.catching_up(float(self._lapsed[slots].mean()), self._catch_up) if self._catch_up else 0.0
+        return costs.catching_up(float(self._lapsed.of(slots).mean()), self._catch_up) if self._catch_up else 0.0
+
+    def _trial_steps(self, ns: float) -> int:
+        """Steps of a trial, of steps that take so long: as many as there have to be for the last to tell its cost."""
+        return max(_TRIAL_STEPS, self._num_ahead + 2) if ns < _SHORT_NS else _TRIAL_STEPS
 
     def _steps_behind(self, slots: IntArray) -> int:
         """Steps of a trial up to and with the one in which the last of the rows drafts, at least 1."""
-        return max(1, -(-int(self._lapsed[slots].max()) // self._catch_up)) if self._catch_up else 1
-
-    def _pass(self, lapsed_S: npt.NDArray[np.int64], slots: IntArray, has_drafts: bool) -> None:
-        """A step more: rows that do not draft yield one token each."""
-        if self._catch_up:
-            lapsed_S[slots] = np.maximum(lapsed_S[slots] - self._catch_up, 0) if has_drafts else lapsed_S[slots] + 1
+        return max(1, -(-int(self._lapsed.of(slots).max()) // self._catch_up)) if self._catch_up else 1
 
     def _sizes_for(self, num_rows: int) -> Sequence[Size]:
         if num_rows not in self._sizes_of:

@@ -86,8 +86,15 @@ class Drafter(ABC):
         """The first tokens of a page are on another page too. Default: nothing is kept."""
         return
 
-    def received(self, indexes: IntArray) -> None:
-        """KV that another process computed is on these tokens of the pool now. Default: nothing is kept."""
+    @property
+    def features(self) -> torch.Tensor | None:
+        """Numbers of each token of the pool, [tokens, *], that it cannot compute anew. They go with the target's KV to
+        host memory and back. Default: there are none."""
+        return None
+
+    def received(self, indexes: IntArray, *, has_features: bool = False) -> None:
+        """KV that was computed elsewhere, or earlier, is on these tokens of the pool now. has_features: with what
+        `features` had of them. Default: nothing is kept."""
         return
 
     def cleared(self) -> None:
@@ -131,8 +138,12 @@ class ByGrammar(Drafter):
     def copied(self, source: int, target: int, num_tokens: int) -> None:
         self._free.copied(source, target, num_tokens)
 
-    def received(self, indexes: IntArray) -> None:
-        self._free.received(indexes)
+    @property
+    def features(self) -> torch.Tensor | None:
+        return self._free.features
+
+    def received(self, indexes: IntArray, *, has_features: bool = False) -> None:
+        self._free.received(indexes, has_features=has_features)
 
     def cleared(self) -> None:
         self._free.cleared()

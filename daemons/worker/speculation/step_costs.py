@@ -3,7 +3,7 @@
     size        a number of drafts in all of a step, as a runner has them: its captured steps, or parts of the rows
     cost        time of a step of a size over that of one without drafts: medians of the last few times
     catching up what a step took longer in which a network computed what it had lacked, by tokens of a row
-    credit      time that drafts may still lose: an eightieth of all time, and some of what they gained before
+    credit      time that drafts may still lose: a small share of all time, and some of what they gained before
 
 Costs of sizes that were not measured lie between those that were: on the line between them, and at least as high as
 that of the next smaller one.
@@ -16,15 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_TRIAL_SHARE = 0.0125
-"""Of the time, what drafts may lose while they do not pay."""
 _MOST_GAINED, _MOST_EARNED, _MOST_DEBT = 20.0, 40.0, 40.0
 """Of credit, in plain steps: from gains, from time that passes, and of what was lost beyond it."""
 _STOPPING_DEBT, _BEGINNING_DEBT = 15.0, 8.0
 """Plain steps of debt at which nothing is drafted any more, whatever seems to pay, and at which something is again."""
 _KEPT_CREDIT = 10.0
 _MARGIN, _MARGIN_PER_DEBT = 1.02, 0.015
-_NUM_TIMES = 8
+_NUM_TIMES, _MUCH_SHORTER = 8, 0.8
 _EXPIRES = 1024
 """Steps after which the cost of a size that did not come is no longer believed."""
 _MOST_UNCLEAN = 2
@@ -51,7 +49,8 @@ class Cost(NamedTuple):
 
 
 class Times:
-    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not."""
+    """The last times of steps of a kind, ns. Those by the device alone give way to the first that is not, and all to
+    one that is much shorter: whatever else a machine does makes steps longer, as the first ones of a process are."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
@@ -67,14 +66,18 @@ class Times:
                 return
             self._is_rough = False
             self._times.clear()
+        if ns < _MUCH_SHORTER * self.ns:
+            self._times.clear()
         self._times.append(ns)
         self.ns = sorted(self._times)[(len(self._times) - 1) // 2]
 
 
 class StepCosts:
-    """to_trial: steps until another trial may begin. key: size of the step that was chosen last, 0: without drafts."""
+    """trial_share: of the time, what drafts may lose while they do not pay. to_trial: steps until another trial may
+    begin. key: size of the step that was chosen last, 0: without drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, trial_share: float) -> None:
+        self._trial_share = trial_share
         self.plain = Times()
         self.drafting: dict[int, Times] = {}
         self.since_plain = self.to_trial = self.key = 0
@@ -96,6 +99,11 @@ class StepCosts:
         so that the next ones are not without any."""
         credit = self.credit + reserve
         return loss <= max(credit / 4, credit - _KEPT_CREDIT)
+
+    def steps_until(self, loss: float, reserve: float = 0.0) -> int:
+        """Plain steps at least until allows() of the same."""
+        wanted = min(4 * loss, loss + _KEPT_CREDIT)
+        return max(0, math.ceil((wanted - self.credit - reserve) / self._trial_share) - 1)
 
     @property
     def margin(self) -> float:
@@ -175,16 +183,19 @@ class StepCosts:
             times.note(ns, is_rough=is_rough or not is_clean)
             times.noted_at = self._num_steps
 
-    def earn(self, ns: float, key: int, num_tokens: float, num_caught: float) -> None:
-        """num_tokens: of a row of a step that drafts. A step that waited for something else is not what drafts cost."""
+    def earn(self, ns: float, key: int, num_tokens: float, num_caught: float, *, is_behind: bool = False) -> None:
+        """num_tokens: of a row of a step that drafts. A step that waited for something else is not what drafts cost.
+        is_behind: one without drafts, beside which the host took in some."""
         plain_ns = self.plain.ns
         if not plain_ns:
             return
-        credit = min(self.credit_ns / plain_ns + _TRIAL_SHARE * min(ns / plain_ns, 4), _MOST_EARNED)
+        credit = min(self.credit_ns / plain_ns + self._trial_share * min(ns / plain_ns, 4), _MOST_EARNED)
         if key:
             times = self.drafting.get(key)
             usual_ns = 2 * times.ns if times is not None and times.ns and num_caught < LEAST_CAUGHT else ns
             gained = num_tokens - min(ns, usual_ns) / plain_ns
             credit = max(min(credit + gained, max(credit, _MOST_GAINED)), -_MOST_DEBT)
+        elif is_behind:
+            credit = max(credit - max(0.0, min(ns / plain_ns, 4.0) - 1.0), -_MOST_DEBT)
         self.credit_ns = credit * plain_ns
         self.is_stopped = credit < -(_BEGINNING_DEBT if self.is_stopped else _STOPPING_DEBT)

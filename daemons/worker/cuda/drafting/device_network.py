@@ -7,12 +7,14 @@
 
 All of it is launches of captured steps: which tokens are lacking is found on the device (kernels/sampling/follow.py).
 A step computes a column more of a row than it drafts, which is what a step may yield. What lapsed while steps did not
-draft is computed ahead of the next one that does, at most MOST_BEHIND tokens of a row, kernel by kernel.
+draft is computed ahead of the next one that does, at most MOST_BEHIND tokens of a row: by a graph of its own for a few
+rows, since kernel by kernel it takes the host as long as several steps of a small model; of more rows kernel by kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,13 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.drafting.lapsed_rows import LapsedRows
 from radixmesh.daemons.worker.cuda.drafting.network import DraftNetwork
 from radixmesh.daemons.worker.cuda.drafting.network_trees import NetworkTrees, scratch_tokens
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.step_graphs import StepGraphs
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import HiddenStates
 from radixmesh.daemons.worker.speculation.draft_tree import TreeShape
@@ -42,7 +46,8 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 
 LEAST_CHUNKS = 32
 """As of `verify_steps`."""
-_INT_MAX = 2**31 - 1
+CATCH_UP_ROWS = (1, 2, 4, 8)
+"""Rows of the catch-ups that are captured."""
 
 
 class DeviceNetwork(DeviceDrafter):
@@ -75,7 +80,8 @@ class DeviceNetwork(DeviceDrafter):
         where = device.torch_device
         self.hidden_layers = hidden_layers
         self._device, self._network, self.pool, self._attention = device, network, pool, attention
-        self._slots, self._page_size, self._max_rows, self._max_chain = slots, page_size, max_rows, max_chain
+        self._slots, self._page_size, self._max_chain = slots, page_size, max_chain
+        self._most_lagging = max(1, max_rows // MOST_BEHIND)
         self._tree, self.has_trees = tree, tree is not None
         num_tokens = pool.num_pages + 1
         self._shape = NetworkShape(1 if num_features else 0, page_size, max_total_len, pool.zero_slot)
@@ -118,9 +124,15 @@ class DeviceNetwork(DeviceDrafter):
         self._zero_1 = torch.zeros(1, dtype=torch.int32, device=where)
         self._no_last_S = torch.zeros_like(state.last_tokens)
 
-    def warm_up(self) -> None:
-        """Compiles what is not captured."""
-        self._catch_up(np.array([self._slots.dummy_slot], np.int32))
+    def warm_up(self, *, is_captured: bool) -> None:
+        sizes = [size for size in CATCH_UP_ROWS if size <= self._most_lagging] if is_captured else []
+        self._catch_ups = StepGraphs(self._device, tuple(sizes))
+        self._lapsed = LapsedRows.allocate(max(sizes, default=1), self._device.torch_device)
+        if not sizes:
+            self._catch_up(np.array([self._slots.dummy_slot], np.int32))
+        self._lapsed.inputs.slots.fill_(self._slots.dummy_slot)
+        for size in reversed(sizes):
+            self._catch_ups.capture(size, "", partial(self._compute_lapsed, self._lapsed.of(size)))
 
     def propose(self, inputs: DraftInputs, state: SlotLengths) -> None:
         num_rows, network = len(inputs.slots), self._network
@@ -186,10 +198,9 @@ class DeviceNetwork(DeviceDrafter):
             # Of a slot that was just taken the device does not have the length yet.
             is_lagging = (self._behind[slots] > self._columns) & self._is_known[slots]
             if is_lagging.any():
-                lagging = slots[is_lagging]
-                size = max(1, self._max_rows // MOST_BEHIND)
-                for first in range(0, len(lagging), size):
-                    self._catch_up(lagging[first : first + size])
+                lagging, most = slots[is_lagging], self._most_lagging
+                for first in range(0, len(lagging), most):
+                    self._catch_up(lagging[first : first + most])
             self._behind[slots] = np.where(is_lagging, np.maximum(self._behind[slots] - MOST_BEHIND, 0), 0)
         self._is_known[slots] = True
 
@@ -208,10 +219,11 @@ class DeviceNetwork(DeviceDrafter):
         if self.features_NF is not None:
             self.features_NF[to] = self.features_NF[since]
 
-    def received(self, tokens: torch.Tensor) -> None:
-        """KV that another process computed is on these tokens, int64: hidden states do not travel with it."""
+    def received(self, tokens: torch.Tensor, *, has_features: bool = False) -> None:
+        """KV that was computed elsewhere, or earlier, is on these tokens, int64. has_features: with what there was of
+        them here, as from host memory; hidden states do not come from other workers."""
         self.fresh.is_fresh_N[tokens] = 0
-        if self.features_NF is not None:
+        if self.features_NF is not None and not has_features:
             self.features_NF[tokens] = 0
 
     def cleared(self) -> None:
@@ -222,24 +234,20 @@ class DeviceNetwork(DeviceDrafter):
 
     def _catch_up(self, slots: IntArray) -> None:
         """Computes tokens that the network lacks, but for the last ones: those come with the step that drafts."""
-        where, num_rows = self._device.torch_device, len(slots)
-        columns = torch.empty(num_rows, dtype=torch.int32, device=where)
-        self._device.upload(slots, columns)
-        unsent, none = torch.full_like(columns, -1), torch.zeros_like(columns)
-        inputs = DraftInputs(
-            slots=columns,
-            max_lens=torch.full_like(columns, _INT_MAX),
-            tokens=unsent,
-            lengths=unsent,
-            starts=none,
-            counts=none,
-            window_WB=none[None],
-            entries_E2=none[:0].view(0, 2),
-            num_entries_1=self._zero_1,
-        )
-        rows = NetworkRows.allocate(num_rows * MOST_BEHIND, num_rows, where)
-        follow_rows(inputs, self._state, self.fresh, self._shape, rows, None)
-        self._compute(rows, 0, MOST_BEHIND)
+        size = self._catch_ups.captured(len(slots))
+        if size is None:
+            lapsed = LapsedRows.allocate(len(slots), self._device.torch_device)
+            self._device.upload(slots, lapsed.inputs.slots)
+            self._compute_lapsed(lapsed)
+            return
+        padded = np.full(size, self._slots.dummy_slot, np.int32)
+        padded[: len(slots)] = slots
+        self._device.upload(padded, self._lapsed.inputs.slots)
+        self._catch_ups.replay(size, "")
+
+    def _compute_lapsed(self, lapsed: LapsedRows) -> torch.Tensor:
+        follow_rows(lapsed.inputs, self._state, self.fresh, self._shape, lapsed.rows, None)
+        return self._compute(lapsed.rows, 0, MOST_BEHIND)
 
     def _compute(self, rows: NetworkRows, num_rows: int, max_chunk_len: int) -> torch.Tensor:
         """Rows from the target's tokens and features, [T, *]. num_rows: few of them are decodes each; 0: chunks."""

@@ -47,8 +47,9 @@ class _Copy(NamedTuple):
 
 
 class CudaHostPool(HostPool):
-    """planes: int32 [layers, pages, words of a page] on the device, by name. spare_page: one that nobody reads. loaded:
-    told of device pages that are being loaded, ahead of all steps that may read them. segment: file that the memory is
+    """planes: int32 [layers, pages, words of a page] on the device, by name. beside_kv: the same, of what is not KV.
+    spare_page: one that nobody reads. loaded: told of device pages that are being loaded, ahead of all steps that may
+    read them. segment: file that the memory is
     of, not opened yet; None: it is this process's own.
 
     Raises INVALID_ARGUMENT for memory that cannot be had.
@@ -62,11 +63,14 @@ class CudaHostPool(HostPool):
         spare_page: int,
         loaded: Callable[[IntArray], None] | None = None,
         segment: HostSegment | None = None,
+        *,
+        beside_kv: Sequence[torch.Tensor] = (),
     ) -> None:
         self._device, self._loaded, self.segment = device, loaded, segment
-        self._planes = tuple(planes.values())
+        self._planes = (*planes.values(), *beside_kv)
         page_words = sum(plane.shape[0] * plane.shape[2] for plane in self._planes)
         self.page_bytes = 4 * page_words
+        self.kv_bytes = self.page_bytes - 4 * sum(plane.shape[0] * plane.shape[2] for plane in beside_kv)
         self.num_pages = host_pages_in(num_bytes, self.page_bytes)
         rows = None if segment is None else segment.open(self.num_pages, self.page_bytes)
         self._memory = LockedMemory(self.num_pages * page_words, device.torch_device, rows, page_words)
@@ -175,7 +179,11 @@ class CudaHostPool(HostPool):
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        return self._words.numpy().view(np.uint8)
+        return self._words.numpy().view(np.uint8)[:, : self.kv_bytes]
+
+    @property
+    def beside_kv(self) -> npt.NDArray[np.uint8]:
+        return self._words.numpy().view(np.uint8)[:, self.kv_bytes :]
 
     def saved(self) -> DeviceEvent:
         return self._saves[-1].event if self._saves else DONE
@@ -184,7 +192,7 @@ class CudaHostPool(HostPool):
         for copies in (self._saves, self._loads):
             if late := _last_with(copies, None, host_pages):
                 late.event.wait()
-        self.memory[host_pages] = data
+        super().write(host_pages, data)
 
     def wait(self) -> None:
         for copies in (self._saves, self._loads):

@@ -51,8 +51,8 @@ class DeviceDrafter(ABC):
         """Memory by the token of the target's pool, [layers, tokens, ...], whose rows move with its KV."""
         return []
 
-    def warm_up(self) -> None:
-        """Compiles what is launched outside of captured steps."""
+    def warm_up(self, *, is_captured: bool) -> None:
+        """Compiles what is launched outside of captured steps. is_captured: steps are, and this may be."""
         return
 
     def admitted(self, admit: Admit) -> None:

@@ -195,7 +195,7 @@ class VerifySteps:
         if self._has_trees:
             self._sampler.warm_up_branches(dtype, self._trees.of(1).branches)
         if self._follower is not None:
-            self._follower.warm_up()
+            self._follower.warm_up(is_captured=bool(self.graphs.sizes))
 
     def _layout_of(self, lengths: DraftLengths | None) -> DraftLayout:
         if lengths is None or lengths.is_whole or (self._follower is not None and self._follower.has_trees):

@@ -218,7 +218,7 @@ class StoreTier:
 
     @property
     def _batch_pages(self) -> int:
-        return max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._pool.page_bytes))
+        return max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._pool.kv_bytes))
 
     def _grant(
         self, pages: IntArray, request: worker_pb2.FetchPagesRequest, loading: IntArray, weights_version: int
@@ -248,7 +248,7 @@ class StoreTier:
             num = await self._num_there(keys, ends)
             while num_filled < num:
                 part = slice(num_filled, min(num, num_filled + step))
-                data = np.empty((part.stop - part.start, self._pool.page_bytes), np.uint8)
+                data = np.empty((part.stop - part.start, self._pool.kv_bytes), np.uint8)
                 wanted = [Page(key, of, row.data) for key, of, row in zip(keys[part], ids[part], data, strict=True)]
                 got = await _until_time(self.store.get(wanted), ends)
                 hits = next((at for at, one in enumerate(got) if one is not Got.HIT), len(got))
