@@ -140,7 +140,7 @@ class ResultBuilder:
 def _reasons(counts: IntArray, late: Sequence[int] = ()) -> IntArray:
     """Of all rows why they have no token; late: indexes of those that have none for want of a mask."""
     reasons = np.where(counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS).astype(np.int32)
-    reasons[late] = NoToken.NO_MASK
+    reasons[list(late)] = NoToken.NO_MASK
     return reasons
 
 
