@@ -202,7 +202,7 @@ class StepExecutor:
                 sampled = [segment.slot for segment in batch.segments if segment.sample is not None]
                 slots = np.concatenate([slots, np.array(sampled, np.int32)])
             followed = self.guides.launched(slots, running.tokens)
-        if most > 1:
+        if most > 1 and not batch.rows.is_repeat:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
             output = running.result()

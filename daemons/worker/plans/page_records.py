@@ -78,6 +78,12 @@ class PageRecordTable:
         # With repeated pages the last assignment stays: the highest offset.
         self.filled[pages] = offsets + 1
 
+    def extend_page(self, page: int, offset: int, ids: IntArray) -> None:
+        """Tokens `ids` were written from `offset` on."""
+        end = offset + len(ids)
+        self.ids[page, offset:end] = ids
+        self.filled[page] = end
+
     def extend_if(self, pages: IntArray, generations: IntArray, offsets: IntArray, ids: IntArray) -> None:
         """As extend(), for those pages that still have the generation that the writing step saw."""
         is_same = self.generations[pages] == generations

@@ -86,7 +86,7 @@ class StepResults:
                 tokens=got.tokens,
                 counts=got.counts,
                 num_drafts=got.num_drafts,
-                segments=chunks.outputs(of_chunks.result(), self._host_logits),
+                segments=chunks.outputs(of_chunks.result(), self._host_logits) if chunks.num_segments else [],
                 logprobs=got.logprobs,
                 start_ns=start_ns,
                 end_ns=end_ns,

@@ -54,6 +54,8 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 
 # Steps whose tokens the host does not know yet when it drafts: the windows are that much longer.
 _STEPS_AHEAD = 3
+# Columns of the staging buffer, before those of the window.
+_SLOTS, _MAX_LENS, _TOKENS, _LENGTHS, _STARTS, _COUNTS, _WAITS, _FIRSTS = range(8)
 _COLUMNS = 8
 LEAST_CHUNKS = 32
 """Rows from which on the positions of a row are one chunk, which reads the KV once. Fewer rows fill the device only if
@@ -135,6 +137,7 @@ class VerifySteps:
             self._on_device = ForcedDrafts(chains, self._on_device, model.vocab_size)
         self._page_size = page_size
         self._num_positions, self._lengths = 1 + max_drafts, lengths
+        self._numbers: IntArray = np.arange(1 + max_drafts, dtype=np.int32)
         # The device drafts behind the tokens that it has; it writes where the host's window would be.
         steps_ahead = _STEPS_AHEAD if self._on_device is None else 0
         self._window = max_drafts + steps_ahead * self._num_positions
@@ -169,6 +172,10 @@ class VerifySteps:
         self._firsts_before: tuple[StepShape, RowLengths | None, IntArray] | None = None
         self._captured = frozenset(self.shapes.captured)
         self._admits: dict[int, Admit] = {}
+        # Of the rows of the step before, which those of the next one often are.
+        self._is_unfiltered, self._asking = True, NOBODY
+        # By the number of rows, where all drafts of each are in every step.
+        self._whole_shapes: dict[int, StepShape] = {}
         # Views of a step's memory by its shape: to make them takes longer than to launch a graph.
         self._inputs_of: dict[StepShape, tuple[DraftInputs, torch.Tensor]] = {}
         self._drafted_of: dict[StepShape, DraftRows] = {}
@@ -233,19 +240,24 @@ class VerifySteps:
             chosen = self._lengths.choose(rows.slots, is_alone=is_alone)
             shape = self.shapes.of(num_rows, chosen)
         else:
-            shape = self.shapes.of(num_rows, RowLengths.even(num_rows, self._num_positions - 1))
+            if num_rows not in self._whole_shapes:
+                all_drafts = RowLengths.even(num_rows, self._num_positions - 1)
+                self._whole_shapes[num_rows] = self.shapes.of(num_rows, all_drafts)
+            shape = self._whole_shapes[num_rows]
         has_drafts = shape.num_positions > 1
         if self._follower is not None:
             self._follower.launching(rows.slots, has_drafts=has_drafts)
         is_guided = self._chains is not None and self._chains.is_guided(rows.slots)
-        waits = is_guided or not self._sampler.is_unfiltered(rows.slots)
+        if not rows.is_repeat:
+            self._is_unfiltered = self._sampler.is_unfiltered(rows.slots)
+            self._asking = self._sampler.asking(rows.slots)
+        waits, asking = is_guided or not self._is_unfiltered, self._asking
         firsts = self._firsts(shape, num_rows, chosen)
         self._stage(rows, shape, chosen, waits=waits)
         if shape in self._captured:
             logits_TV = self.graphs.replay(shape.num_rows, shape.variant)
         else:
             logits_TV = self._forward(shape)
-        asking = self._sampler.asking(rows.slots)
         has_trees = self._has_trees and has_drafts
         verifying = Verifying(rows.slots, shape, firsts, chosen, asking, NOBODY, has_trees)
         if asking.rows:
@@ -304,18 +316,31 @@ class VerifySteps:
         if width == 1 and not verifying.asking.rows:
             tokens, counts = got[:count], got[size : size + count]
             return Yielded(tokens if counts.all() else tokens[counts > 0], counts, None, {})
-        at = verifying.tokens_at
-        tokens = got[at]
-        counts, num_drafts = got[size:][: 2 * shape.num_rows].reshape(2, shape.num_rows)[:, :count]
-        places: IntArray = np.broadcast_to(np.arange(width, dtype=np.int32), (count, width))
+        drafted = size + shape.num_rows
+        counts, num_drafts = got[size : size + count], got[drafted : drafted + count]
+        if count == 1:
+            first = 0 if verifying.firsts is None else int(verifying.firsts[0])
+            tokens = got[first : first + int(counts[0])]
+        elif verifying.firsts is None:
+            tokens = got[: count * width].reshape(count, width)[self._numbers[:width] < counts[:, None]]
+        else:
+            ends = np.cumsum(counts)
+            firsts = np.repeat(verifying.firsts[:count] - ends + counts, counts)
+            tokens = got[firsts + np.arange(len(firsts))]
+        logprobs = self._logprobs(verifying, fetched, counts) if verifying.asking.rows else {}
+        return Yielded(tokens, counts, num_drafts, logprobs)
+
+    def _logprobs(self, verifying: Verifying, fetched: Fetched, counts: IntArray) -> dict[int, TokenLogprobs]:
+        """Of the tokens that the rows yielded, by row, of those that ask."""
+        count, shape, at = len(counts), verifying.shape, verifying.tokens_at
+        places: IntArray = np.broadcast_to(self._numbers[: shape.num_positions], (count, shape.num_positions))
         if verifying.has_trees:
-            places = got[size + 2 * shape.num_rows :][: count * width].reshape(count, width)
-        logprobs = {
+            places = fetched.tokens[shape.size + 2 * shape.num_rows :][: places.size].reshape(places.shape)
+        return {
             row: _joined([fetched.logprobs[int(at[row, 0]) + number] for number in places[row, : counts[row]].tolist()])
             for row in verifying.asking.rows
             if counts[row]
         }
-        return Yielded(tokens[np.arange(width) < counts[:, None]], counts, num_drafts, logprobs)
 
     def observe(self, verifying: Verifying, got: Yielded, times: tuple[int, int] | None) -> None:
         """The step ran between these times; None: chunks were in it too."""
@@ -337,33 +362,29 @@ class VerifySteps:
                 self._slots.send_entries(entries)
                 entries = entries[:0]
         columns = self._staging.stage(num_rows, entries, self._ring.take())
-        slots, max_lens, tokens, lengths, starts, counts, waiting, firsts = columns[:_COLUMNS]
-        waiting[:] = waits
-        by_row = None if chosen is None else chosen.by_row
-        of_rows = self._firsts(shape, count, chosen)
-        if of_rows is not None:
-            firsts[:num_rows] = of_rows
-        slots[count:], max_lens[count:], tokens[count:], lengths[count:] = self._slots.dummy_slot, 0, -1, -1
-        starts[count:] = counts[count:] = 0
+        columns[_TOKENS:_STARTS] = -1
+        columns[_STARTS:_WAITS] = 0
+        columns[_WAITS] = waits
+        columns[_SLOTS, count:], columns[_MAX_LENS, count:] = self._slots.dummy_slot, 0
+        if (firsts := self._firsts(shape, count, chosen)) is not None:
+            columns[_FIRSTS, :num_rows] = firsts
         if rows is None:
             return
         assert rows.bounds is not None, "a row that verifies drafts has bounds"
-        slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
-        tokens[:count] = lengths[:count] = -1
+        columns[_SLOTS, :count], columns[_MAX_LENS, :count] = rows.slots, rows.bounds.max_lens
         if self._slots.has_new_tokens:
-            tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+            columns[_TOKENS, :count], columns[_LENGTHS, :count] = self._slots.row_states(rows.slots)
         if not most:
-            starts[:count] = counts[:count] = 0
             return
+        by_row = None if chosen is None else chosen.by_row
         if self._on_device is not None:
-            starts[:count], counts[:count] = -1, most if by_row is None else by_row
+            columns[_STARTS, :count], columns[_COUNTS, :count] = -1, most if by_row is None else by_row
             return
-        starts[:count] = rows.bounds.known_lens
-        counts[:count] = 0
+        columns[_STARTS, :count] = rows.bounds.known_lens
         drafting = range(count) if by_row is None else np.flatnonzero(by_row).tolist()
         wanted = [self._draft_row(int(rows.slots[row]), row, rows.bounds) for row in drafting]
         for row, drafts in zip(drafting, drafts_of(self._drafter, wanted, self._model.vocab_size), strict=True):
-            counts[row] = len(drafts)
+            columns[_COUNTS, row] = len(drafts)
             columns[_COLUMNS : _COLUMNS + len(drafts), row] = drafts
 
     def _firsts(self, shape: StepShape, num_rows: int, chosen: RowLengths | None) -> IntArray | None:

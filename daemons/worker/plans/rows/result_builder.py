@@ -21,6 +21,8 @@ from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.rows.guided_rows import late_indexes
 from radixmesh.daemons.worker.runner import StepOutput
 
+_NOTHING = empty_ints()
+
 
 class ResultBuilder:
     """Builds the result of one plan.
@@ -47,8 +49,19 @@ class ResultBuilder:
     def build_forward(self, batch: ForwardBatch, output: StepOutput) -> StepResult:
         """The result of a forward."""
         if self._is_plain(batch, output):
-            counts = np.ones(batch.num_results, np.int32)
-            return self._result(counts=counts, ids=output.tokens, start_ns=output.start_ns, end_ns=output.end_ns)
+            counts = np.ones(batch.num_results, np.int32) if output.counts is None else output.counts
+            drafted = accepted = _NOTHING
+            if output.num_drafts is not None and output.num_drafts.any():
+                # A row's last token is sampled, all before it were drafts.
+                drafted, accepted = output.num_drafts, counts - np.int32(1)
+            return self._result(
+                counts=counts,
+                ids=output.tokens,
+                start_ns=output.start_ns,
+                end_ns=output.end_ns,
+                drafted=drafted,
+                accepted=accepted,
+            )
         counts = np.zeros(batch.num_results, np.int32)
         ids = np.zeros(batch.num_results, np.int32)
         is_uneven = output.counts is not None or any(got.more_tokens for got in output.segments)
@@ -60,6 +73,8 @@ class ResultBuilder:
                 counts[row.index] = len(got.tokens)
                 ids[row.index] = got.token
         logprobs, prompt_logprobs = _logprobs(batch, output)
+        drafted, accepted = _drafts(batch, output, counts)
+        late = late_indexes(batch, output)
         result = self._result(
             counts=counts,
             ids=_all_ids(batch, output, counts) if is_uneven else ids[counts > 0],
@@ -68,21 +83,20 @@ class ResultBuilder:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             vectors=_vectors(batch, output),
+            no_token_reasons=_reasons(counts, late) if late else _NOTHING,
+            drafted=drafted,
+            accepted=accepted,
+            expert_rows=() if output.expert_rows is None else (output.expert_rows,),
+            expert_loads=_NOTHING if output.expert_loads is None else output.expert_loads,
         )
-        if output.expert_rows is not None:
-            result = replace(result, expert_rows=(output.expert_rows,))
-        if output.expert_loads is not None:
-            result = replace(result, expert_loads=output.expert_loads)
-        result = _with_drafts(_with_reasons(result, late_indexes(batch, output)), batch, output)
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 
     def _is_plain(self, batch: ForwardBatch, output: StepOutput) -> bool:
-        """Every result row is a decode row with one token, and there is nothing else to tell."""
+        """Every result row is a decode row with a token or more, and there is nothing else to tell but drafts."""
         return (
             not (batch.segments or batch.late_rows or output.logprobs or self._failed_slots)
-            and len(output.tokens) == batch.num_results
-            and (output.counts is None or bool((output.counts == 1).all()))
-            and output.num_drafts is None
+            and len(batch.row_indexes) == batch.num_results
+            and (output.counts is None or bool(output.counts.all()))
             and output.expert_rows is None
             and output.expert_loads is None
         )
@@ -97,6 +111,11 @@ class ResultBuilder:
         logprobs: tuple[SlotLogprobs, ...] = (),
         prompt_logprobs: tuple[SlotLogprobs, ...] = (),
         vectors: tuple[SlotVector, ...] = (),
+        no_token_reasons: IntArray = _NOTHING,
+        drafted: IntArray = _NOTHING,
+        accepted: IntArray = _NOTHING,
+        expert_rows: tuple[int, ...] = (),
+        expert_loads: IntArray = _NOTHING,
     ) -> StepResult:
         return StepResult(
             epoch=self._plan.epoch,
@@ -110,22 +129,25 @@ class ResultBuilder:
             device_end_ns=end_ns,
             weights_version=self._weights_version,
             slot_errors=self._errors,
+            no_token_reasons=no_token_reasons,
+            drafted=drafted,
+            accepted=accepted,
+            expert_rows=expert_rows,
+            expert_loads=expert_loads,
         )
 
 
-def _with_reasons(result: StepResult, late: Sequence[int]) -> StepResult:
-    """The same, and that the rows of these indexes have no token for want of a mask."""
-    if not late:
-        return result
-    reasons = _reasons(result)
-    reasons[late] = NoToken.NO_MASK
-    return replace(result, no_token_reasons=reasons)
+def _reasons(counts: IntArray, late: Sequence[int] = ()) -> IntArray:
+    """Of all rows why they have no token; late: indexes of those that have none for want of a mask."""
+    reasons = np.where(counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS).astype(np.int32)
+    reasons[list(late)] = NoToken.NO_MASK
+    return reasons
 
 
-def _with_drafts(result: StepResult, batch: ForwardBatch, output: StepOutput) -> StepResult:
-    """The same, with the number of drafts that each row computed, and of those among its tokens."""
+def _drafts(batch: ForwardBatch, output: StepOutput, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """The number of drafts that each row computed, and of those among its tokens; nothing where no row had any."""
     if output.num_drafts is None and not any(got.num_drafts for got in output.segments):
-        return result
+        return _NOTHING, _NOTHING
     drafted = np.zeros(batch.num_results, np.int32)
     if output.num_drafts is not None:
         drafted[batch.row_indexes] = output.num_drafts
@@ -133,16 +155,9 @@ def _with_drafts(result: StepResult, batch: ForwardBatch, output: StepOutput) ->
         if got.num_drafts:
             drafted[row.index] = got.num_drafts
     if not drafted.any():
-        return result
+        return _NOTHING, _NOTHING
     # A row's last token is sampled, all before it were drafts.
-    accepted = np.where(drafted > 0, np.maximum(result.counts - 1, 0), 0).astype(np.int32)
-    return replace(result, drafted=drafted, accepted=accepted)
-
-
-def _reasons(result: StepResult) -> IntArray:
-    if len(result.no_token_reasons):
-        return result.no_token_reasons.copy()
-    return np.where(result.counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS).astype(np.int32)
+    return drafted, np.where(drafted > 0, np.maximum(counts - 1, 0), 0).astype(np.int32)
 
 
 def _without_slots(result: StepResult, batch: ForwardBatch, slots: tuple[int, ...]) -> StepResult:
@@ -152,11 +167,12 @@ def _without_slots(result: StepResult, batch: ForwardBatch, slots: tuple[int, ..
     for row in (*batch.segment_rows, *batch.late_rows):
         if row.index >= 0:
             is_failed[row.index] = row.slot in slots
+    reasons = result.no_token_reasons if len(result.no_token_reasons) else _reasons(result.counts)
     return replace(
         result,
         counts=np.where(is_failed, 0, result.counts).astype(np.int32),
         ids=result.ids[np.repeat(~is_failed, result.counts)],
-        no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, _reasons(result)).astype(np.int32),
+        no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, reasons).astype(np.int32),
         accepted=np.where(is_failed, 0, result.accepted).astype(np.int32) if len(result.accepted) else result.accepted,
         logprobs=tuple(entry for entry in result.logprobs if entry.slot not in slots),
         prompt_logprobs=tuple(entry for entry in result.prompt_logprobs if entry.slot not in slots),

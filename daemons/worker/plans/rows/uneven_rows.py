@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.rows.forward_batch import ForwardBatch
 from radixmesh.daemons.worker.plans.slots.slot_table import SlotTable
@@ -47,64 +48,67 @@ def settle_uneven(
 def settle_bounded(
     batch: ForwardBatch, output: StepOutput, table: SlotTable, records: PageRecordTable, page_size: int
 ) -> ForwardBatch:
-    """Takes in what the rows of a launched step computed; returns the batch with their exact positions.
+    """Takes in what the rows of a launched step computed; returns the batch with their exact positions, where somebody
+    asks for these: logprobs do, and rows that yielded nothing.
 
     A row whose slot moved on since the launch changes nothing, and tells no logprobs.
     """
     assert output.counts is not None, "rows with bounds yield counts"
     rows, counts = batch.rows, output.counts
-    if not output.logprobs and _settle_single(batch, output, table, records, page_size):
+    needs_positions = bool(output.logprobs) or not counts.all()
+    if len(counts) == 1 and not needs_positions:
+        slot = int(rows.slots[0])
+        if table.is_occupied[slot] and table.generations[slot] == batch.row_generations[0]:
+            _settle_decode(table, records, page_size, slot, output.tokens)
         return batch
-    positions, logprobs_starts = rows.positions.copy(), batch.row_logprobs_starts.copy()
-    is_same = table.is_occupied[rows.slots] & (table.generations[rows.slots] == batch.row_generations)
-    logprobs_starts[~is_same] = _NEVER
     # All rows at once: steps of some hundreds of them follow each other within milliseconds.
-    slots, num = rows.slots[is_same], counts[is_same]
-    computed_len, total_len = table.computed_len[slots], table.total_len[slots]
-    positions[is_same] = computed_len
+    slots, num, tokens = rows.slots, counts, output.tokens
+    is_same = table.is_occupied[slots] & (table.generations[slots] == batch.row_generations)
+    if not is_same.all():
+        slots, num, tokens = slots[is_same], counts[is_same], tokens[np.repeat(is_same, counts)]
+    if needs_positions:
+        positions, logprobs_starts = rows.positions.copy(), batch.row_logprobs_starts.copy()
+        positions[is_same] = table.computed_len[slots]
+        logprobs_starts[~is_same] = _NEVER
+        batch = replace(batch, rows=replace(rows, positions=positions), row_logprobs_starts=logprobs_starts)
+    _settle_rows(table, records, page_size, slots, num, tokens)
+    return batch
+
+
+def _settle_rows(
+    table: SlotTable, records: PageRecordTable, page_size: int, slots: IntArray, num: IntArray, tokens: IntArray
+) -> None:
+    """Rows yielded so many tokens each. The last token of a slot that decodes is the one without KV."""
+    total_len = table.total_len[slots]
     ends = total_len + num
     assert (ends <= table.max_total_len[slots]).all(), (slots, ends, table.max_total_len[slots])
-    of_tokens = np.repeat(slots, num)
-    number = np.arange(len(of_tokens), dtype=np.int32) - np.repeat(np.cumsum(num) - num, num)
-    table.tokens[of_tokens, np.repeat(total_len, num) + number] = output.tokens[np.repeat(is_same, counts)]
-    table.total_len[slots] = table.known_len[slots] = ends
-    written = np.repeat(computed_len, num) + number
+    written, of_tokens = total_len - np.int32(1), slots
+    if len(tokens) != len(slots) or not num.all():
+        of_tokens = np.repeat(slots, num)
+        before_each = np.cumsum(num, dtype=np.int32) - num
+        written = np.repeat(written - before_each, num) + np.arange(len(tokens), dtype=np.int32)
+    table.tokens[of_tokens, written + np.int32(1)] = tokens
     pages = table.page_tables[of_tokens, written // page_size]
     records.extend(pages, written % np.int32(page_size), table.tokens[of_tokens, written])
-    table.computed_len[slots] = computed_len + num
-    return replace(batch, rows=replace(rows, positions=positions), row_logprobs_starts=logprobs_starts)
-
-
-def _settle_single(
-    batch: ForwardBatch, output: StepOutput, table: SlotTable, records: PageRecordTable, page_size: int
-) -> bool:
-    """The same where each row yielded one token and none of their slots moved on, as in nearly all steps that draft
-    nothing; False: it is no such step, and nothing was done."""
-    slots = batch.rows.slots
-    if output.counts is None or output.num_drafts is not None or not bool((output.counts == 1).all()):
-        return False
-    if not (table.is_occupied[slots] & (table.generations[slots] == batch.row_generations)).all():
-        return False
-    computed_len, total_len = table.computed_len[slots], table.total_len[slots]
-    assert (total_len < table.max_total_len[slots]).all(), (slots, total_len, table.max_total_len[slots])
-    table.tokens[slots, total_len] = output.tokens
-    table.total_len[slots] = table.known_len[slots] = total_len + np.int32(1)
-    pages = table.page_tables[slots, computed_len // page_size]
-    records.extend(pages, computed_len % np.int32(page_size), table.tokens[slots, computed_len])
-    table.computed_len[slots] = computed_len + np.int32(1)
-    return True
+    table.total_len[slots] = table.known_len[slots] = ends
+    table.computed_len[slots] = ends - np.int32(1)
 
 
 def _settle_decode(
-    table: SlotTable, records: PageRecordTable, page_size: int, slot: int, tokens: Sequence[int]
+    table: SlotTable, records: PageRecordTable, page_size: int, slot: int, tokens: Sequence[int] | IntArray
 ) -> None:
-    position = int(table.computed_len[slot])
+    start = int(table.computed_len[slot])
+    end = start + len(tokens)
     _append(table, slot, tokens)
-    _write(table, records, page_size, slot, position, position + len(tokens))
-    table.computed_len[slot] = position + len(tokens)
+    # Few tokens: numpy's calls for all of them take longer than a page or two on their own.
+    for index in range(start // page_size, -(-end // page_size)):
+        first, last = max(start, index * page_size), min(end, (index + 1) * page_size)
+        page, offset = int(table.page_tables[slot, index]), first - index * page_size
+        records.extend_page(page, offset, table.tokens[slot, first:last])
+    table.computed_len[slot] = end
 
 
-def _append(table: SlotTable, slot: int, tokens: Sequence[int]) -> None:
+def _append(table: SlotTable, slot: int, tokens: Sequence[int] | IntArray) -> None:
     start = int(table.total_len[slot])
     end = start + len(tokens)
     assert end <= table.max_total_len[slot], f"slot {slot} has room up to {table.max_total_len[slot]}, not {end}"
