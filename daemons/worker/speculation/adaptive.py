@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.worker.speculation.row_acceptance import Floats, RowAcceptance
-from radixmesh.daemons.worker.speculation.step_costs import LEAST_CAUGHT, Cost, Size, StepCosts
+from radixmesh.daemons.worker.speculation.step_costs import LEAST_APART, LEAST_CAUGHT, Cost, Size, StepCosts
 
 _MARGIN = 1.02
 """Yield over cost from which on drafts begin, or another number of them: below it a mistake costs more than it may
@@ -50,8 +50,6 @@ _TRIAL_STEPS = 2
 """Of steps one behind the other: the first one still runs beside what the host does for others."""
 _SHORT_NS, _MOST_AHEAD = 1_500_000, 8
 """Of a step for which a device may have to wait for the host; steps that are launched ahead of one, at most."""
-_LEAST_APART = 8
-"""Steps from one trial to the next, so that what it yielded is known: more than are in flight."""
 _LEAST_LOSS = 0.05
 """Of a step of a trial, in plain steps: a yield just below the cost may be wrong."""
 _RESERVE = 4.0
@@ -195,8 +193,6 @@ class DraftLengths:
         self._trial_left = self._plain_left = self._trial_key = 0
         # Steps for which there will be no credit for a trial.
         self._rest_left = 0
-        # Steps of trials that are in flight.
-        self._unseen = 0
         self._before: _Step | None = None
         self._plan: _Plan | None = None
         # Steps that were chosen and that were observed, and results with drafts.
@@ -214,6 +210,8 @@ class DraftLengths:
         # The worker may have been idle before.
         self._before = self._plan = None
         self._acceptance.admitted(slot, is_sampled=is_sampled)
+        for costs in self._costs.values():
+            costs.changed()
         self._lapsed.admitted(slot)
         self._lapsed_then.admitted(slot)
 
@@ -268,13 +266,13 @@ class DraftLengths:
             costs.note(ns, key, num_caught, is_rough=not is_next, is_settled=is_settled)
             num_tokens = int(counts.sum()) / len(counts) if key else 0.0
             costs.earn(ns, key, num_tokens, num_caught, is_behind=is_next and not is_settled and ns < _SHORT_NS)
-            if key:
-                self._unseen = max(0, self._unseen - 1)
         elif key and key in costs.drafting:
             costs.earn(costs.drafting[key].ns, key, float(counts.mean()), num_caught)
         self._acceptance.passed()
         if lengths is None or drafted is None:
             return
+        # It may change what is chosen next.
+        costs.to_trial, self._rest_left = costs.to_trial + self._rest_left, 0
         # Rows without room say nothing of drafts, nor do those that the network is behind with.
         self._num_told += 1
         self._acceptance.observe(slots, counts, lengths.by_row * (drafted > 0) if self._catch_up else lengths.by_row)
@@ -304,7 +302,7 @@ class DraftLengths:
         if not self._pays(plan, costs):
             costs.key = 0
             return self._trial(plan, costs) if is_alone else None
-        costs.key = plan.sizes[plan.best].key
+        costs.key, costs.apart = plan.sizes[plan.best].key, LEAST_APART
         if is_alone:
             costs.since_plain += 1
             # The more drafts yield, the less it matters what exactly a plain step takes.
@@ -327,29 +325,34 @@ class DraftLengths:
         return not self._catch_up or plan.gain * _HORIZON >= self._catching_up(plan.slots, costs)
 
     def _trial(self, plan: _Plan, costs: StepCosts) -> RowLengths | None:
-        """The first step of a trial, of the number of drafts of which most is hoped; None: there is no credit."""
+        """The first step of a trial, of the number of drafts of which most is hoped; None: it is too soon for one, or
+        there is no credit."""
+        if costs.to_trial >= 0:
+            self._rest(costs.to_trial, costs)
+            return None
         sizes, index = plan.sizes, plan.trial
         most_lapsed = int(self._lapsed.of(plan.slots).max()) if self._catch_up else 0
-        is_unseen = bool(self._catch_up) and not costs.has_caught_up and costs.to_trial < 0
+        is_unseen = bool(self._catch_up) and not costs.has_caught_up
         # The cost of catching up is better known before it is with much: steps tell it whose own is known.
         if is_unseen and 2 * LEAST_CAUGHT <= most_lapsed <= 4 * LEAST_CAUGHT:
             known = min(costs.drafting, key=lambda key: costs.drafting[key].ns)
             return self._try(plan.slots, costs, known)
         cost = plan.costs[index].expected
-        unseen = self._unseen if costs.to_trial >= 0 else 0
-        loss = max(cost - plan.yields[index], _LEAST_LOSS)
-        num_steps = self._trial_steps(costs.plain.ns)
-        of_trial = (unseen + num_steps) * loss
+        of_trial = self._trial_steps_of(sizes[index].key, costs) * max(cost - plan.yields[index], _LEAST_LOSS)
         if self._catch_up:
             of_trial += (self._steps_behind(plan.slots) - 1) * (cost - 1) + self._catching_up(plan.slots, costs)
         reserve = _RESERVE if self._catch_up and most_lapsed <= LEAST_CAUGHT else 0.0
-        if not costs.allows(of_trial, reserve):
-            # Meanwhile there is only more to be caught up with.
-            if costs.to_trial < 0 and (costs.has_caught_up or not self._catch_up):
-                self._rest_left = min(costs.steps_until(of_trial, reserve), _PLAN_STEPS)
-            return None
-        self._unseen = unseen + num_steps
-        return self._try(plan.slots, costs, sizes[index].key)
+        if costs.allows(of_trial, reserve):
+            return self._try(plan.slots, costs, sizes[index].key)
+        # Meanwhile there is only more to be caught up with.
+        if not is_unseen:
+            self._rest(costs.steps_until(of_trial, reserve), costs)
+        return None
+
+    def _rest(self, num_steps: int, costs: StepCosts) -> None:
+        """Nothing is asked for so many steps, as long as they are of the same rows."""
+        self._rest_left = min(num_steps, _PLAN_STEPS)
+        costs.to_trial -= self._rest_left
 
     def _untried(self, plan: _Plan, costs: StepCosts) -> Size | None:
         """Another number of drafts that may be better than the best that is known, as cheap as it may be, if there is
@@ -359,15 +362,18 @@ class DraftLengths:
         for size, tokens, cost in zip(plan.sizes, plan.yields, plan.costs, strict=True):
             if cost.least < cost.expected and tokens >= cost.least * plan.speed * _MARGIN:
                 loss = max(cost.expected - tokens / plan.speed, _LEAST_LOSS)
-                if costs.allows(self._trial_steps(costs.plain.ns) * loss):
+                if costs.allows(self._trial_steps_of(size.key, costs) * loss):
                     return size
         return None
 
     def _try(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
         """Begins a trial with this step."""
-        costs.to_trial = _LEAST_APART
+        costs.tried()
+        if self._catch_up and not costs.has_caught_up:
+            # One of the next trials tells what that costs, while little is lacking.
+            costs.apart = LEAST_APART
         self._trial_key = key
-        self._trial_left = self._steps_behind(slots) + self._trial_steps(costs.plain.ns) - 2
+        self._trial_left = self._steps_behind(slots) + self._trial_steps_of(key, costs) - 2
         return self._of_key(slots, costs, key)
 
     def _of_key(self, slots: IntArray, costs: StepCosts, key: int) -> RowLengths:
@@ -450,6 +456,10 @@ class DraftLengths:
     def _trial_steps(self, ns: float) -> int:
         """Steps of a trial, of steps that take so long: as many as there have to be for the last to tell its cost."""
         return max(_TRIAL_STEPS, self._num_ahead + 2) if ns < _SHORT_NS else _TRIAL_STEPS
+
+    def _trial_steps_of(self, key: int, costs: StepCosts) -> int:
+        """Of a size: a short trial tells what drafts yield, and what they cost is known."""
+        return _TRIAL_STEPS if costs.is_known(key) else self._trial_steps(costs.plain.ns)
 
     def _steps_behind(self, slots: IntArray) -> int:
         """Steps of a trial up to and with the one in which the last of the rows drafts, at least 1."""

@@ -21,6 +21,9 @@ _MOST_GAINED, _MOST_EARNED, _MOST_DEBT = 20.0, 40.0, 40.0
 _STOPPING_DEBT, _BEGINNING_DEBT = 15.0, 8.0
 """Plain steps of debt at which nothing is drafted any more, whatever seems to pay, and at which something is again."""
 _KEPT_CREDIT = 10.0
+LEAST_APART, _MOST_APART = 8, 32
+"""Steps from one trial to the next: so many that what it yielded is known, and twice as many behind each that does not
+end in drafts, for text begins to repeat itself at some time, and credit has to be left for it."""
 _MARGIN, _MARGIN_PER_DEBT = 1.02, 0.015
 _NUM_TIMES, _MUCH_SHORTER = 8, 0.8
 _EXPIRES = 1024
@@ -74,13 +77,14 @@ class Times:
 
 class StepCosts:
     """trial_share: of the time, what drafts may lose while they do not pay. to_trial: steps until another trial may
-    begin. key: size of the step that was chosen last, 0: without drafts."""
+    begin; apart: from the next one to that behind it. key: size of the step that was chosen last, 0: without drafts."""
 
     def __init__(self, trial_share: float) -> None:
         self._trial_share = trial_share
         self.plain = Times()
         self.drafting: dict[int, Times] = {}
         self.since_plain = self.to_trial = self.key = 0
+        self.apart = LEAST_APART
         self.credit_ns = 0.0
         self.is_stopped = False
         self._num_steps = 0
@@ -88,6 +92,15 @@ class StepCosts:
         self._caught: deque[tuple[float, float]] = deque(maxlen=_NUM_TIMES)
         # Drafting steps that caught up, before any that did not was measured.
         self._num_unclean = 0
+
+    def tried(self) -> None:
+        """A trial begins."""
+        self.to_trial, self.apart = self.apart, min(2 * self.apart, _MOST_APART)
+
+    def changed(self) -> None:
+        """There are other rows."""
+        self.apart = max(LEAST_APART, self.apart // 2)
+        self.to_trial = min(self.to_trial, self.apart)
 
     @property
     def credit(self) -> float:
@@ -99,6 +112,11 @@ class StepCosts:
         so that the next ones are not without any."""
         credit = self.credit + reserve
         return loss <= max(credit / 4, credit - _KEPT_CREDIT)
+
+    def is_known(self, key: int) -> bool:
+        """True if steps of a size told of late what they cost."""
+        times = self.drafting.get(key)
+        return times is not None and times.ns > 0 and self._num_steps - times.noted_at < _EXPIRES
 
     def steps_until(self, loss: float, reserve: float = 0.0) -> int:
         """Plain steps at least until allows() of the same."""
@@ -194,6 +212,9 @@ class StepCosts:
             times = self.drafting.get(key)
             usual_ns = 2 * times.ns if times is not None and times.ns and num_caught < LEAST_CAUGHT else ns
             gained = num_tokens - min(ns, usual_ns) / plain_ns
+            if gained > 0:
+                self.apart = LEAST_APART
+                self.to_trial = min(self.to_trial, LEAST_APART)
             credit = max(min(credit + gained, max(credit, _MOST_GAINED)), -_MOST_DEBT)
         elif is_behind:
             credit = max(credit - max(0.0, min(ns / plain_ns, 4.0) - 1.0), -_MOST_DEBT)
