@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.llama_folders import TINY_LLAMA, random_llama, save_llama
+from support.lone_sequences import Load, LongAlone, have_same_bits, long_alone_of, one_by_one, random_ids
 from support.segments import Stream, generate, scattered_pages
 
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -23,9 +22,6 @@ _NUM_TOKENS = 768
 _MODELS = ("tiny", "llama3_rope", "odd_sizes", "biases")
 _POOL = st.sampled_from([1, 16])
 _SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-Load = Callable[[str, int], CpuRunner]
-LongAlone = Callable[[str], tuple[list[int], np.ndarray]]
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +44,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-def _ids(runner: CpuRunner, seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, runner.vocab_size, length).tolist()
-
-
-def _one_by_one(runner: CpuRunner, ids: list[int]) -> np.ndarray:
-    """The reference: every token alone, as a decode, on pages in order."""
-    runner.clear()
-    stream = Stream(0, ids, np.arange(-(-len(ids) // runner.page_size), dtype=np.int32))
-    rows = []
-    for _ in ids:
-        rows += runner.logits([stream.segment(1, runner.page_size, samples=False)])
-        stream.computed += 1
-    return np.concatenate(rows)
-
-
 @pytest.fixture(scope="module")
 def long_alone(load: Load) -> LongAlone:
-    """By model, 200 tokens and their logits one by one, computed once."""
-
-    @functools.cache
-    def get(model: str) -> tuple[list[int], np.ndarray]:
-        ids = _ids(load(model, 1), 3, 200)
-        return ids, _one_by_one(load(model, 1), ids)
-
-    return get
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
+    return long_alone_of(load)
 
 
 @pytest.mark.parametrize("model", _MODELS)
@@ -93,17 +63,17 @@ def test_chunked_prefill_has_the_bits_of_decode(
         length = min(chunk, stream.remaining)
         rows += runner.logits([stream.segment(length, page_size, samples=False)])
         stream.computed += length
-    assert _same_bits(np.concatenate(rows), expected)
+    assert have_same_bits(np.concatenate(rows), expected)
 
 
 @_SETTINGS
 @given(data=st.data(), model=st.sampled_from(_MODELS), page_size=_POOL, seed=st.integers(0, 1000))
-def test_any_schedule_gives_the_same_bits(
+def test_any_schedule_gives_thehave_same_bits(
     load: Load, data: st.DataObject, model: str, page_size: int, seed: int
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=6), label="lengths")
-    prompts = [_ids(load(model, page_size), seed + i, length) for i, length in enumerate(lengths)]
-    expected = [_one_by_one(load(model, 1), ids) for ids in prompts]
+    prompts = [random_ids(load(model, page_size), seed + i, length) for i, length in enumerate(lengths)]
+    expected = [one_by_one(load(model, 1), ids) for ids in prompts]
     runner = load(model, page_size)
     pages = scattered_pages(runner, lengths, seed)
     streams = [Stream(i, ids, pages[i]) for i, ids in enumerate(prompts)]
@@ -117,7 +87,7 @@ def test_any_schedule_gives_the_same_bits(
             rows[stream.slot].append(logits)
             stream.computed += length
     for parts, alone in zip(rows, expected, strict=True):
-        assert _same_bits(np.concatenate(parts), alone)
+        assert have_same_bits(np.concatenate(parts), alone)
 
 
 @_SETTINGS
@@ -135,7 +105,7 @@ def test_sampled_output_is_the_same_alone_and_in_any_batch(
             return
         pages = scattered_pages(runner, [length + 12 for length in lengths], seed=len(companions))
         streams = [
-            Stream(i, _ids(runner, i, length), pages[i], sampling if i == 0 else Sampling(seed=i))
+            Stream(i, random_ids(runner, i, length), pages[i], sampling if i == 0 else Sampling(seed=i))
             for i, length in enumerate(lengths)
         ]
         generate(runner, streams, 12, chunk=chunk if companions else 1000)
@@ -146,7 +116,7 @@ def test_sampled_output_is_the_same_alone_and_in_any_batch(
 def test_resumed_output_continues_with_the_same_draws(load: Load) -> None:
     sampling = Sampling(temperature=1.5, seed=99, presence_penalty=0.5)
     runner = load("tiny", 1)
-    prompt = _ids(runner, 1, 25)
+    prompt = random_ids(runner, 1, 25)
     whole = Stream(0, prompt, scattered_pages(runner, [60])[0], sampling)
     generate(runner, [whole], 30)
     for cut in (0, 1, 13, 29):

@@ -313,12 +313,20 @@ def test_a_step_that_waited_for_a_compiler_ends_no_drafting() -> None:
 
 
 def _serve_short_steps(
-    lengths: DraftLengths, by_position: tuple[float, ...], *, num_requests: int, lag: int, is_new: bool
+    lengths: DraftLengths,
+    by_position: tuple[float, ...],
+    *,
+    num_requests: int,
+    lag: int,
+    is_new: bool,
+    later: tuple[float, ...] | None = None,
 ) -> float:
     """Speed over that without drafts, as _serve(), of steps as short as the host's work for them: to launch one, and to
     take in the one that was launched `lag` before, which takes longer if that drafted. The first steps of a process
-    take longer, which is not counted. Times in microseconds."""
-    launching, of_plain, of_drafts, first = 50, 100, 400, 300
+    take longer, which is not counted. later: by position, from a place in each request on; most of what drafts take is
+    the device's then, and the same for any number of them. Times in microseconds."""
+    launching, of_plain, of_drafts, first = 50, 100, 400 if later is None else 150, 300
+    of_no_draft, of_first, of_draft = (150, 0, 60) if later is None else (200, 120, 40)
     rng = np.random.default_rng(lag)
     slots, yielded, taken = np.zeros(1, np.int32), 0, 0
     host = device = next(_BEGINS) // 1000
@@ -327,17 +335,17 @@ def _serve_short_steps(
         lengths.admitted(0)
         flying: deque[tuple[np.ndarray, RowLengths | None, tuple[int, int], np.ndarray]] = deque()
         host = device = began = max(host, device) + 100_000
-        left = 256
+        left, changes_at = 256, 256 - int(rng.integers(40, 120))
         while left > 0 or flying:
             if left > 0:
                 chosen = lengths.choose(slots, is_alone=True)
                 drafted = 0 if chosen is None else int(chosen.by_row[0])
-                noise = rng.random()
-                count = 1 + sum(noise < part for part in by_position[:drafted])
+                noise, is_later = rng.random(), later is not None and left < changes_at
+                count = 1 + sum(noise < part for part in (later if is_later and later else by_position)[:drafted])
                 held_up = first if is_new and next(numbers) < 20 else 0
                 start, host = max(host, device), host + launching + held_up
                 taken -= held_up
-                device = max(host, device) + 150 + 60 * drafted
+                device = max(host, device) + of_no_draft + of_first * (drafted > 0) + of_draft * drafted
                 times = (start * 1000, device * 1000)
                 flying.append((np.array([count], np.int32), chosen, times, np.array([drafted], np.int32)))
                 left, yielded = left - count, yielded + count
@@ -346,7 +354,7 @@ def _serve_short_steps(
                 host = max(host, step[2][1] // 1000) + (of_plain if step[1] is None else of_drafts)
                 lengths.observe(slots, *step)
         taken += max(host, device) - began
-    return yielded * max(launching + of_plain, 150) / taken
+    return yielded * max(launching + of_plain, of_no_draft) / taken
 
 
 @pytest.mark.parametrize("lag", [1, 2, 4])
@@ -360,6 +368,16 @@ def test_a_host_that_takes_in_drafts_beside_plain_steps_does_not_make_these_seem
     lengths = _of_network(8)
     assert _serve_short_steps(lengths, by_position, num_requests=12, lag=lag, is_new=True) > 0.8
     assert _serve_short_steps(lengths, by_position, num_requests=30, lag=lag, is_new=False) > speed_up
+
+
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_trials_are_left_for_text_that_repeats_itself_later(lag: int) -> None:
+    """Credit that was used up at the beginning of each request finds nothing."""
+    lengths = _of_network(8)
+    lengths.use_sizes(lambda num_rows: [Size(1 + n, num_rows * n) for n in (1, 2, 4)], is_even=True)
+    first, later = (0.42, 0.17, 0.08, 0.03), (0.95, 0.9, 0.8, 0.75)
+    _serve_short_steps(lengths, first, num_requests=20, lag=lag, is_new=True, later=later)
+    assert _serve_short_steps(lengths, first, num_requests=60, lag=lag, is_new=False, later=later) > 1.1
 
 
 def test_greedy_and_sampled_requests_have_usual_yields_of_their_own() -> None:

@@ -6,7 +6,8 @@
     credit       time that drafts may still lose: a share of all time, and some of what they gained before
 
 Where no number of drafts yields more than it costs, a trial of two steps begins as soon as there is credit for what it
-is expected to lose: often where drafts nearly pay, rarely where they are far from it. So it is with numbers of drafts
+is expected to lose: often where drafts nearly pay, rarely where they are far from it. Behind each that gained nothing
+the next one is further away, up to a bound: text begins to repeat itself at some time. So it is with numbers of drafts
 whose cost is not known. What drafts really gained or lost, in trials or not, goes to the credit; at some steps of debt
 nothing is drafted until half of it has been earned. So whatever acceptance and costs seem to be, drafts lose an
 eightieth of the time and 25 plain steps at most; of drafts that take nothing to be caught up with half as much time,
@@ -191,7 +192,7 @@ class DraftLengths:
         # Behind the steps that were chosen, and behind those observed.
         self._lapsed, self._lapsed_then = (_Lapsed(num_slots, catch_up) for _ in range(2))
         self._trial_left = self._plain_left = self._trial_key = 0
-        # Steps for which there will be no credit for a trial.
+        # Steps in which no trial may begin, for want of credit or too soon behind another.
         self._rest_left = 0
         self._before: _Step | None = None
         self._plan: _Plan | None = None
@@ -222,6 +223,7 @@ class DraftLengths:
         lengths = None
         if self._rest_left and self._plan is not None and _are_same(self._plan.slots, slots):
             self._rest_left -= 1
+            self._costs[_bucket(len(slots))].to_trial -= 1
         else:
             self._rest_left = 0
             lengths = self._choose(slots, is_alone)
@@ -272,7 +274,7 @@ class DraftLengths:
         if lengths is None or drafted is None:
             return
         # It may change what is chosen next.
-        costs.to_trial, self._rest_left = costs.to_trial + self._rest_left, 0
+        self._rest_left = 0
         # Rows without room say nothing of drafts, nor do those that the network is behind with.
         self._num_told += 1
         self._acceptance.observe(slots, counts, lengths.by_row * (drafted > 0) if self._catch_up else lengths.by_row)
@@ -328,7 +330,7 @@ class DraftLengths:
         """The first step of a trial, of the number of drafts of which most is hoped; None: it is too soon for one, or
         there is no credit."""
         if costs.to_trial >= 0:
-            self._rest(costs.to_trial, costs)
+            self._rest(costs.to_trial)
             return None
         sizes, index = plan.sizes, plan.trial
         most_lapsed = int(self._lapsed.of(plan.slots).max()) if self._catch_up else 0
@@ -346,13 +348,12 @@ class DraftLengths:
             return self._try(plan.slots, costs, sizes[index].key)
         # Meanwhile there is only more to be caught up with.
         if not is_unseen:
-            self._rest(costs.steps_until(of_trial, reserve), costs)
+            self._rest(costs.steps_until(of_trial, reserve))
         return None
 
-    def _rest(self, num_steps: int, costs: StepCosts) -> None:
+    def _rest(self, num_steps: int) -> None:
         """Nothing is asked for so many steps, as long as they are of the same rows."""
         self._rest_left = min(num_steps, _PLAN_STEPS)
-        costs.to_trial -= self._rest_left
 
     def _untried(self, plan: _Plan, costs: StepCosts) -> Size | None:
         """Another number of drafts that may be better than the best that is known, as cheap as it may be, if there is

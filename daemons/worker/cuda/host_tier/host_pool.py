@@ -49,8 +49,7 @@ class _Copy(NamedTuple):
 class CudaHostPool(HostPool):
     """planes: int32 [layers, pages, words of a page] on the device, by name. beside_kv: the same, of what is not KV.
     spare_page: one that nobody reads. loaded: told of device pages that are being loaded, ahead of all steps that may
-    read them. segment: file that the memory is
-    of, not opened yet; None: it is this process's own.
+    read them. segment: file that the memory is of, not opened yet; None: it is this process's own.
 
     Raises INVALID_ARGUMENT for memory that cannot be had.
     """
