@@ -82,6 +82,12 @@ class Device(ABC):
         but for what hold() says. is_urgent: it goes ahead of a step. Events at its begin and end."""
 
     @abstractmethod
+    def fork(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Launches `work` behind all work so far, beside what is launched until the result is called: that waits for
+        it. Can be captured. Tensors that `work` reads live until then, and it uses nothing that is shared by stream, as
+        a workspace of GEMMs is."""
+
+    @abstractmethod
     def hold(self, event: DeviceEvent) -> None:
         """All that is launched from now on, but for urgent work, waits for an event of run_beside()."""
 
@@ -164,6 +170,10 @@ class HostDevice(Device):
         start = HostEvent()
         work()
         return start, HostEvent()
+
+    def fork(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return lambda: None
 
     def hold(self, event: DeviceEvent) -> None:
         event.wait()
@@ -254,6 +264,7 @@ class CudaDevice(Device):
         # Blocks of its kernels go first as those of a step retire.
         self._urgent = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._patient = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._forked = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
@@ -315,6 +326,13 @@ class CudaDevice(Device):
             work()
             end = CudaEvent(stream, self._spare)
         return start, end
+
+    def fork(self, work: Callable[[], object]) -> Callable[[], None]:
+        current, forked = torch.cuda.current_stream(), self._forked
+        forked.wait_stream(current)
+        with torch.cuda.stream(forked):
+            work()
+        return lambda: current.wait_stream(forked)
 
     def hold(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)

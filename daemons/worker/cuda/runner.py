@@ -87,7 +87,7 @@ class DeviceRunner(ModelRunner):
         step's beginning and end may begin before those ahead of them have ended (Hopper). group: the ranks that hold
         the model together with this one. experts: reaches those that share its experts."""
         self._describe(model, pool, limits, is_deterministic=is_deterministic, group=group)
-        self._limits = limits
+        self._limits, self._use_pdl = limits, use_pdl
         self._admissions = 0
         self.device = device
         self.model = model
@@ -202,6 +202,7 @@ class DeviceRunner(ModelRunner):
                 max_drafts=max_drafts,
                 page_size=self.page_size,
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
+                use_pdl=self._use_pdl,
                 lengths=lengths,
                 chains=self._chains,
                 kv_planes=self.pool.token_planes(),

@@ -17,7 +17,7 @@ a position samples is what a decode would sample there, with the noise of its po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -118,14 +118,15 @@ class VerifySteps:
         max_drafts: int,
         page_size: int,
         graph_rows: tuple[int, ...],
+        use_pdl: bool,
         lengths: DraftLengths | None = None,
         chains: SlotChains | None = None,
         kv_planes: list[torch.Tensor],
     ) -> None:
-        """lengths: says before each step how many drafts its rows have; None: as many as there may be. chains: masks
-        of the slots that follow grammars, which are drafted from there; None: none does. kv_planes: the pool's,
-        [layers, tokens, ...]."""
-        self._device = device
+        """use_pdl: as of `DecodeSteps`. lengths: says before each step how many drafts its rows have; None: as many as
+        there may be. chains: masks of the slots that follow grammars, which are drafted from there; None: none does.
+        kv_planes: the pool's, [layers, tokens, ...]."""
+        self._device, self._use_pdl = device, use_pdl
         self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
         # Without the drafts that grammars force: what may keep something of tokens.
@@ -494,10 +495,19 @@ class VerifySteps:
         states = HiddenStates(follower.hidden_layers) if follower is not None and follower.hidden_layers else None
         attention = self._attention.begin(step, "")
         hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, attention, states)
+        states = states or HiddenStates(())
+        join: Callable[[], None] | None = None
         if follower is not None:
-            follower.computed(rows, states or HiddenStates(()), trees)
+            # A lone position's GEMMs are GEMVs, without a workspace: of a small model, what is kept of it takes as long
+            # as several layers.
+            if shape.size == 1:
+                join = self._device.fork(partial(follower.computed, rows, states, trees))
+            else:
+                follower.computed(rows, states, trees)
         logits_TV = self._model.logits(hidden_TD)
-        self._sampler.sample_unfiltered(logits_TV, rows.slots, rows.kv_lens, self._target(shape))
+        self._sampler.sample_unfiltered(logits_TV, rows.slots, rows.kv_lens, self._target(shape), use_pdl=self._use_pdl)
+        if join is not None:
+            join()
         if trees is None:
             self._accept(shape, None, waits_B)
         return logits_TV
