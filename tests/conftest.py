@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.terminal import TerminalReporter
 from hypothesis import settings
+from support.fork_server import DAEMONS_ARE_FORKED, fork_daemons
 
 # Modules of support that hold tests: their assertions show values too. Before they are imported.
 pytest.register_assert_rewrite("support.runner_contract")
@@ -15,6 +16,9 @@ pytest.register_assert_rewrite("support.runner_contract")
 # torch's store asks for the name of "::ffff:127.0.0.1" when it connects. Where a nameserver loses one answer in fifty,
 # a group of ranks stood 5 s for it. Set before anything is resolved; daemons inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+
+if os.environ.get(DAEMONS_ARE_FORKED):
+    fork_daemons()
 
 # Two shared cores: a slow example says nothing about the code. pytest's own timeout catches a hang.
 settings.register_profile("mesh", deadline=None)

@@ -66,6 +66,7 @@ RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
 MOST_RERUN = 2
 REPORT = "TESTS_REPORT"
 CLAIMS = "TESTS_CLAIMS"
+FORKED = "TESTS_FORK_DAEMONS"
 # Missing things by the reasons of skips; programs are looked for besides, since some tests are not even collected.
 WANTS = {
     "tmux": ("tmux",),
@@ -209,7 +210,7 @@ def _start(arguments: list[str], report: Path, output: object, claims: str = "")
     options = ("-m", "not full", "-p", "no:cacheprovider", "--durations=20")
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     stream = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
-    environment = {**os.environ, REPORT: str(report), CLAIMS: claims}
+    environment = {**os.environ, REPORT: str(report), CLAIMS: claims, **({FORKED: "1"} if claims else {})}
     # Hundreds of daemons are started: without bytecode each of them compiles its own sources again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **stream)  # type: ignore[call-overload, no-any-return]

@@ -26,23 +26,12 @@ class ChildProcess:
     @classmethod
     async def spawn(cls, spec: ProcessSpec, folder: Path, on_line: Callable[[str], None]) -> "ChildProcess":
         """Starts `spec` in `folder`; every line of its stdout and stderr goes to `on_line`. Raises SpawnError."""
-        shim = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
         # A pipe of our own: with asyncio's, some versions do not report the end of a process while a child of it still
         # holds the other end.
         read_end, write_end = os.pipe()
         output = asyncio.create_task(_forward_lines(read_end, on_line))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *shim,
-                *spec.argv,
-                cwd=folder,
-                env=_environment(os.environ, spec.environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                # Ctrl-C at the terminal then reaches the supervisor alone, which stops the daemons in order.
-                start_new_session=True,
-            )
+            process = await start(spec, folder, _environment(os.environ, spec.environment), write_end)
         except (OSError, ValueError) as error:
             raise SpawnError(f"{spec.name}: {error}") from error
         finally:
@@ -95,6 +84,23 @@ class ChildProcess:
             return await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
             return await self.kill()
+
+
+async def start(
+    spec: ProcessSpec, folder: Path, environment: Mapping[str, str], output: int
+) -> asyncio.subprocess.Process:
+    """A process in a session of its own, so that Ctrl-C at the terminal reaches the supervisor alone, which stops the
+    daemons in order. Raises OSError or ValueError."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
+        *spec.argv,
+        cwd=folder,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
 
 
 def _environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
