@@ -38,4 +38,36 @@ def kv_transfers(_: Mapping[str, Any]) -> list[str]:
         ),
         "",
         *table(["shape", "tokens", "page size", "MiB", "way", "ms", "GB/s"], rows),
+        "",
+        *_between_gpus(),
+    ]
+
+
+def _between_gpus() -> list[str]:
+    got = read("h200x2-kv-transfer.json")
+    cases = {(case["shape"], case["num_tokens"], case["pieces"], case["both_ways"]): case for case in got["cases"]}
+    rows = [
+        [
+            shape,
+            f"{tokens:,}",
+            f"{case['mib']:,.0f}",
+            f"{pieces}",
+            f"{case['ms']:.2f}",
+            f"{case['gather_ms']:.2f}",
+            f"{case['scatter_ms']:.2f}",
+            f"{case['gb_s']:,.0f}",
+            f"{cases[shape, tokens, pieces, True]['gb_s']:,.0f}",
+        ]
+        for (shape, tokens, pieces, both_ways), case in cases.items()
+        if not both_ways
+    ]
+    columns = ["shape", "tokens", "MiB", "pieces", "ms", "gathers, ms", "scatters, ms", "GB/s", "GB/s, both ways"]
+    return [
+        wrapped(
+            f"The same with a GPU for each process (two H200 of one host, commit {got['commit']}), gathered into the "
+            "other's region, in pieces of which one is scattered while the next is gathered; both ways: of two "
+            "transfers at once, in opposite directions, together. Device times are sums over the pieces."
+        ),
+        "",
+        *table(columns, rows),
     ]
