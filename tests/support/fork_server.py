@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from radixmesh.daemons.cluster.plan import ProcessSpec
 
 DAEMONS_ARE_FORKED = "TESTS_FORK_DAEMONS"
+_TESTS = Path(__file__).parents[1]
 _CLI = ["-m", "radixmesh.cli"]
 _DAEMONS = ("worker", "scheduler", "router", "tokenizer", "detokenizer")
 _MAX_REQUEST_BYTES = 1 << 17
@@ -98,8 +99,12 @@ class ForkServer:
         self._requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MAX_REQUEST_BYTES)
         command = [sys.executable, "-m", "support.fork_server", str(theirs.fileno()), str(os.getpid()), *self._modules]
+        search_path = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
         return self._requests
 
 
