@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from _pytest.terminal import TerminalReporter
 from hypothesis import settings
-from support.fork_server import DAEMONS_ARE_FORKED, fork_daemons
 
 # Modules of support that hold tests: their assertions show values too. Before they are imported.
 pytest.register_assert_rewrite("support.runner_contract")
@@ -17,7 +16,10 @@ pytest.register_assert_rewrite("support.runner_contract")
 # a group of ranks stood 5 s for it. Set before anything is resolved; daemons inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
-if os.environ.get(DAEMONS_ARE_FORKED):
+# Tests of run_tests.py have a copy of this file without the folder.
+if os.environ.get("TESTS_FORK_DAEMONS") and Path(__file__).with_name("support").is_dir():
+    from support.fork_server import fork_daemons
+
     fork_daemons()
 
 # Two shared cores: a slow example says nothing about the code. pytest's own timeout catches a hang.

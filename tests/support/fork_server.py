@@ -1,7 +1,7 @@
 """Daemons of a mesh, forked from a process that has imported what they import.
 
 The imports of a daemon take a second of CPU time, those of a worker with torch three: much of what the daily suite
-would compute on two cores. `tests/run_tests.py daily` asks for it (DAEMONS_ARE_FORKED); all other runs start their
+would compute on two cores. `tests/run_tests.py daily` asks for it (TESTS_FORK_DAEMONS); all other runs start their
 daemons as users do, and so do the tests of the CLI, of compose files and of daemons as modules in the daily suite.
 
     tests    --- module's arguments, folder, environment, descriptors of output and reply --->    server
@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from radixmesh.daemons.cluster.plan import ProcessSpec
 
-DAEMONS_ARE_FORKED = "TESTS_FORK_DAEMONS"
 _TESTS = Path(__file__).parents[1]
 _CLI = ["-m", "radixmesh.cli"]
 _DAEMONS = ("worker", "scheduler", "router", "tokenizer", "detokenizer")
