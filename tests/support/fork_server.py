@@ -4,7 +4,7 @@ The imports of a daemon take a second of CPU time, those of a worker with torch 
 would compute on two cores. `tests/run_tests.py daily` asks for it (TESTS_FORK_DAEMONS); all other runs start their
 daemons as users do, and so do the tests of the CLI, of compose files and of daemons as modules in the daily suite.
 
-    tests    --- module's arguments, folder, environment, descriptors of output and reply --->    server
+    tests    --- arguments of `radixmesh`, folder, environment, descriptors of output and reply --->    server
              <--- on the reply's socket: pid, then the wait status ---
 
 A forked daemon has a session and a group of its own, dies with the server, which dies with the tests, and gets signals
@@ -85,7 +85,8 @@ class ForkServer:
     ) -> ForkedProcess:
         """A daemon of `radixmesh` with these arguments, its stdout and stderr the descriptor `output`."""
         requests = self._requests or self._begin()
-        reply, theirs = socket.socketpair()
+        # Messages, not a stream: the end of a daemon that fails at once may lie behind its pid before that is read.
+        reply, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         request = {"arguments": list(arguments), "folder": str(folder), "environment": dict(environment)}
         with theirs:
             socket.send_fds(requests, [json.dumps(request).encode()], [output, theirs.fileno()])

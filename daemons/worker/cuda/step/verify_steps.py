@@ -2,7 +2,8 @@
 
     stage     windows of drafts, behind the tokens that the host knows, where the host drafts: some steps late
     graph     fetch -> propose, where the device drafts -> expand by the lengths on the device
-              -> forward of all positions -> sample -> accept: lengths, last tokens, counts
+              -> forward of all positions -> sample -> accept: lengths, last tokens, counts; what a drafter keeps of a
+              lone position is computed on a second stream, beside its logits
     behind    logprobs where a row asks for them; where one has filters, penalties or a grammar, all sample again, and
               are accepted here alone; so are trees, with KV of the accepted path to where its positions lie
 
