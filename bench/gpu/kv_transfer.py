@@ -11,14 +11,18 @@ CUDA IPC handle, gathers run on a stream of high priority, scatters on another, 
 over; `rows`: an index operation a layer and plane, as torch has it, then one copy; `host`: through pinned memory that
 both processes map, where /dev/shm has room.
 
+The gathers are launched behind a step that still runs, as a worker's are: the step ends when the transfer begins.
+--at-once: they are launched then, one after the other, by a process that has waited.
+
 --pieces: a transfer is cut into as many; each is told as it is there, and is scattered while the next is gathered. 1:
 one behind the other. --both-ways: also with one transfer in each direction at the same time (`direct` alone).
 
-Times are medians, on the host's monotonic clock: from when the sender begins until the receiver has compared the stamps
-behind its scatter; messages between the processes (a pipe) are part of it. gb_s: bytes of KV a second, both copies
-included; both ways: of both transfers together, from the first begin to the last end. gather_ms and scatter_ms: device
-time of the copies. The receiver's KV is compared with the sender's. --results: file of what is known so far, after each
-case.
+Times are medians, on the host's monotonic clock: from when the transfer begins until the receiver has compared the
+stamps behind its scatter; messages between the processes (a pipe) are part of it. gb_s: bytes of KV a second, both
+copies included; both ways: of both transfers together, from the first begin to the last end. stages_ms: of a transfer,
+each behind the one before: the last gather seen to be over; its receiver told; the last scatter launched; stamps
+compared. gather_ms and scatter_ms: device time of the copies. The receiver's KV is compared with the sender's.
+--results: file of what is known so far, after each case.
 """
 
 from __future__ import annotations
@@ -53,18 +57,20 @@ from radixmesh.daemons.worker.cuda.device import CudaDevice, Device, HostDevice
 from radixmesh.daemons.worker.cuda.kv_device import PoolDevice
 from radixmesh.daemons.worker.cuda.ranks.peer_memory import CudaPeerMemory, PeerMemory
 from radixmesh.daemons.worker.kv_pool import KvPool
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
-from radixmesh.daemons.worker.step_handle import DONE
+from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 _POOL_TOKENS = 16384
 _WARM_UP = 2
 _MIB = 1 << 20
 # As in a worker whose threads wait for events.
 _SWITCH_S = 0.0002
-_END = struct.Struct("<q?d")
-"""Of a transfer, at its receiver: time, whether its stamps are right, seconds of the scatter."""
+_STAGES = ("gathered", "told", "scattering", "ended")
+_END = struct.Struct("<qqq?d")
+"""Of a transfer, at its receiver: when it was told of the last piece, when that was launched, when all was over;
+whether the stamps are right, seconds of the scatter."""
 
 
 class Shape(NamedTuple):
@@ -97,6 +103,7 @@ class Case(NamedTuple):
     way: str
     pieces: int = 1
     both_ways: bool = False
+    at_once: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -109,12 +116,49 @@ class Case(NamedTuple):
 
 
 class Told(NamedTuple):
-    """One transfer, as its sender knows it. Nanoseconds of the host's monotonic clock; seconds of its copies."""
+    """One transfer, as its sender knows it: nanoseconds of the host's monotonic clock, each since the one before;
+    seconds of its copies."""
 
     began_ns: int
+    gathered_ns: int
+    """The sender knows that the last one has run."""
+    told_ns: int
+    """The receiver knows."""
+    scattering_ns: int
+    """It has launched the last scatter."""
     ended_ns: int
     gather_s: float
     scatter_s: float
+
+    def stages_ms(self) -> list[float]:
+        times = self[: Told._fields.index("ended_ns") + 1]
+        return [(end - start) / 1e6 for start, end in itertools.pairwise(times)]
+
+
+class HeldStep:
+    """Work on a device's stream that is over when the host says so."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ended = device.host_ints(1)
+        self._number = 0
+
+    def begin(self) -> DeviceEvent:
+        """The event of its end."""
+        self._number += 1
+        if isinstance(self._device, CudaDevice):
+            stream = ctypes.c_void_p(self._device.stream.cuda_stream)
+            address, number = ctypes.c_uint64(self._ended.data_ptr()), ctypes.c_uint32(self._number)
+            # 0: until the memory has this number, or a later one.
+            wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+            assert wait(stream, address, number, ctypes.c_uint(0)) == 0
+        return self._device.record_event()
+
+    def end(self) -> int:
+        """When that was."""
+        now_ns = time.monotonic_ns()
+        self._ended[0] = self._number
+        return now_ns
 
 
 class End:
@@ -138,6 +182,7 @@ class End:
         with self.device.in_order():
             self._address = self._memory.allocate(region_bytes)
             self.handle = self._memory.handle(self._address)
+        self._step = HeldStep(self.device)
         self._own = torch.zeros(region_bytes, dtype=torch.uint8, device=self.device.torch_device)
         self.kv: PoolDevice
         self.pool: KvPool
@@ -171,42 +216,51 @@ class End:
 
     def send(self, case: Case, words: Connection, stamp: bytes) -> Told:
         """One transfer. The receiver is ready; it is told of each piece."""
+        self.device.stay_in_order()  # As the step thread of a worker.
         target = DevicePiece(self._target, case.kv_bytes + 2 * STAMP_BYTES)
         self.kv.write(target.address, stamp)
         words.send_bytes(stamp)
         words.recv_bytes()
         pieces, token_bytes = case.tokens_of_pieces(), self.pool.token_bytes
+        computed = DONE if case.at_once else self._step.begin()
         began_ns = time.monotonic_ns()
-        copies = [
-            self._carry(case, self.sources[piece], target.part(STAMP_BYTES + piece.start * token_bytes, num_bytes))
-            for piece, num_bytes in ((piece, (piece.stop - piece.start) * token_bytes) for piece in pieces)
-        ]
-        for number, copied in enumerate(copies):
+        copies, tokens = [], TokenNumbers(self.sources)
+        for piece in pieces:
+            tail = stamp if piece is pieces[-1] else b""
+            num_bytes = (piece.stop - piece.start) * token_bytes + len(tail)
+            place = target.part(STAMP_BYTES + piece.start * token_bytes, num_bytes)
+            copies.append(self._carry(case, tokens.part(piece.start, piece.stop), place, tail, computed))
+        if not case.at_once:
+            began_ns = self._step.end()
+        for copied in copies:
             copied.event.wait()
-            if number == len(copies) - 1:
-                self.kv.write(target.address + target.num_bytes - STAMP_BYTES, stamp)
+            gathered_ns = time.monotonic_ns()
             words.send_bytes(b"piece")
-        ended_ns, is_sound, scatter_s = _END.unpack(words.recv_bytes())
+        *ended_ns, is_sound, scatter_s = _END.unpack(words.recv_bytes())
         assert is_sound, case
-        return Told(began_ns, ended_ns, sum(copied.seconds() for copied in copies), scatter_s)
+        gather_s = sum(copied.seconds() for copied in copies)
+        return Told(began_ns, gathered_ns, *ended_ns, gather_s, scatter_s)
 
     def receive(self, case: Case, words: Connection) -> None:
         """One transfer: each piece is scattered when it is told of."""
+        self.device.stay_in_order()
         region = DevicePiece(self._address, case.kv_bytes + 2 * STAMP_BYTES)
         stamp, token_bytes, copies = words.recv_bytes(), self.pool.token_bytes, []
+        tokens = TokenNumbers(self.targets)
         words.send_bytes(b"ready")
         for piece in case.tokens_of_pieces():
             words.recv_bytes()
+            told_ns = time.monotonic_ns()
             body = region.part(STAMP_BYTES + piece.start * token_bytes, (piece.stop - piece.start) * token_bytes)
             if case.way == "host":
                 self._beside(body.address, self._host_address, body.num_bytes).event.wait()
-            copies.append(self.kv.scatter(self.targets[piece], body, None, DONE))
-        for copied in copies:
-            copied.event.wait()
-        tail = region.address + region.num_bytes - STAMP_BYTES
-        is_sound = all(self.kv.read(address, STAMP_BYTES) == stamp for address in (region.address, tail))
+            copies.append(self.kv.scatter(tokens.part(piece.start, piece.stop), body, None, DONE))
+        launched_ns = time.monotonic_ns()
+        ends = [region.part(start, STAMP_BYTES) for start in (0, region.num_bytes - STAMP_BYTES)]
+        is_sound = self.kv.fetch(ends, copies[-1], DONE).data() == [stamp, stamp]
         now_ns = time.monotonic_ns()
-        words.send_bytes(_END.pack(now_ns, is_sound, sum(copied.seconds() for copied in copies)))
+        seconds = sum(copied.seconds() for copied in copies)
+        words.send_bytes(_END.pack(told_ns, launched_ns, now_ns, is_sound, seconds))
 
     @torch.inference_mode()
     def checksum(self, tokens: IntArray) -> int:
@@ -217,16 +271,25 @@ class End:
         return int((words * places).sum())
 
     @torch.inference_mode()
-    def _carry(self, case: Case, indexes: IntArray, target: DevicePiece) -> Copied:
-        """Launches what brings tokens to a region, or to the host's memory."""
+    def _carry(
+        self, case: Case, tokens: TokenNumbers, place: DevicePiece, tail: bytes, computed: DeviceEvent
+    ) -> Copied:
+        """Launches what brings tokens to a region, or to the host's memory, and the tail to the region, behind the step
+        that computes them."""
         if case.way == "direct":
-            return self.kv.gather(indexes, target, None)
+            return self.kv.gather(tokens, place, None, computed, tail=tail)
+        target = place.part(0, place.num_bytes - len(tail))
+        if tail:
+            # The receiver looks at it once it is told of the last piece.
+            self.kv.write(target.address + target.num_bytes, tail)
         own = DevicePiece(self._own.data_ptr(), target.num_bytes)
-        gathered = self._rows(indexes) if case.way == "rows" else self.kv.gather(indexes, own, None)
+        gathered = (
+            self._rows(tokens.numbers, computed) if case.way == "rows" else self.kv.gather(tokens, own, None, computed)
+        )
         copied = self._beside(self._host_address if case.way == "host" else target.address, own.address, own.num_bytes)
         return Copied(copied.event, lambda: gathered.seconds() + copied.seconds())
 
-    def _rows(self, indexes: IntArray) -> Copied:
+    def _rows(self, indexes: IntArray, computed: DeviceEvent) -> Copied:
         def work() -> None:
             chunks = torch.from_numpy(indexes).to(self.device.torch_device).long().split(CHUNK_TOKENS)
             planes = self.pool.copied
@@ -236,7 +299,7 @@ class End:
             data = torch.cat(parts).view(torch.uint8)
             self._own[: len(data)].copy_(data)
 
-        start, end = self.device.run_beside(work, DONE, is_urgent=True)
+        start, end = self.device.run_beside(work, computed, is_urgent=True)
         return Copied(end, lambda: end.seconds_since(start))
 
     def _beside(self, target: int, source: int, num_bytes: int) -> Copied:
@@ -291,7 +354,7 @@ def measure(case: Case, end: End, channels: Channels, runs: int) -> dict[str, ob
     channels.control.send(case)
     end.begin(case)
     channels.control.recv()
-    times, gathers, scatters, walls = [], [], [], []
+    times, gathers, scatters, walls, stages = [], [], [], [], []
     for run in range(runs + _WARM_UP):
         channels.control.send(True)
         with ThreadPoolExecutor(1) as threads:
@@ -303,6 +366,7 @@ def measure(case: Case, end: End, channels: Channels, runs: int) -> dict[str, ob
             times += [(one.ended_ns - one.began_ns) / 1e9 for one in told]
             gathers += [one.gather_s for one in told]
             scatters += [one.scatter_s for one in told]
+            stages += [one.stages_ms() for one in told]
             walls.append((max(one.ended_ns for one in told) - min(one.began_ns for one in told)) / 1e9)
     channels.control.send(False)
     theirs_sent, theirs_received = channels.control.recv()
@@ -317,6 +381,10 @@ def measure(case: Case, end: End, channels: Channels, runs: int) -> dict[str, ob
         "gb_s": round(num_bytes / statistics.median(walls) / 1e9, 1),
         "gather_ms": round(1e3 * statistics.median(gathers), 3),
         "scatter_ms": round(1e3 * statistics.median(scatters), 3),
+        "stages_ms": {
+            name: round(statistics.median(times), 3)
+            for name, times in zip(_STAGES, zip(*stages, strict=True), strict=True)
+        },
     }
 
 
@@ -324,19 +392,22 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     """As asked for; without --ways, --pieces and --tokens what docs/gpu-results.md has."""
     if args.pieces or args.tokens or args.ways:
         tokens, ways, pieces = args.tokens or [4096], args.ways or ["direct"], args.pieces or [1]
-        cases = itertools.starmap(Case, itertools.product(args.shapes, tokens, args.page_sizes, ways, pieces))
-        return [
-            case._replace(both_ways=both_ways)
-            for case in cases
-            for both_ways in ((False, True) if args.both_ways and case.way == "direct" else (False,))
+        cases = list(itertools.starmap(Case, itertools.product(args.shapes, tokens, args.page_sizes, ways, pieces)))
+        if args.both_ways:
+            cases = [
+                case._replace(both_ways=both_ways)
+                for case in cases
+                for both_ways in ((False, True) if case.way == "direct" else (False,))
+            ]
+    else:
+        ways = ["direct", "staged"]
+        llama, *_ = SHAPES
+        cases = [
+            *(Case(llama, 2048, page_size, way) for page_size in (1, 16) for way in ways),
+            *(Case(llama, 8192, 1, way) for way in ways),
+            *(Case(shape, 4096, 1, way) for shape in args.shapes for way in (*ways, "rows", "host")),
         ]
-    ways = ("direct", "staged")
-    llama, *_ = SHAPES
-    return [
-        *(Case(llama, 2048, page_size, way) for page_size in (1, 16) for way in ways),
-        *(Case(llama, 8192, 1, way) for way in ways),
-        *(Case(shape, 4096, 1, way) for shape in args.shapes for way in (*ways, "rows", "host")),
-    ]
+    return [case._replace(at_once=args.at_once) for case in cases]
 
 
 def main() -> None:
@@ -350,6 +421,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="of a transfer")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[1])
     parser.add_argument("--pieces", type=int, nargs="+", default=[], help="of a transfer")
+    parser.add_argument("--at-once", action="store_true", help="gathers are launched when the transfer begins")
     parser.add_argument("--both-ways", action="store_true", help="transfers in both directions, too")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,17 @@ from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane, KvPlanes
 from radixmesh.kernels.kv_fp8 import KvScales
 
+if TYPE_CHECKING:
+    from radixmesh.kernels.kv_copy import RowCopies
+
 _log = get_logger(__name__)
 
 # A pool of default size takes this share of the memory that is free, and no more than that many full contexts: beyond,
 # bookkeeping per page costs more than a larger cache brings.
 _MEMORY_SHARE = 0.25
 _MOST_CONTEXTS = 32
+# Parts of a token's heads whose copies are kept ready: other workers choose them.
+_MOST_PARTS = 64
 
 
 class KvPool(KvPlanes):
@@ -94,6 +100,8 @@ class KvPool(KvPlanes):
             for layer in range(layout.num_layers)
         }
         self.copied = [plane.flatten(1, 2) for plane in self.planes.values()]
+        self._copies_of: dict[tuple[int | None, int | None], RowCopies] = {}
+        """By heads: first and last."""
         self.has_kernels = device.type == "cuda" and all(plane[0, 0].is_contiguous() for plane in self.copied)
         for name, plane in stored.items():
             plane[:, num_pages] = 0
@@ -140,10 +148,7 @@ class KvPool(KvPlanes):
         plane, layer after layer. part: heads of `share`, None: all of them."""
         data = torch.empty(len(indexes) * self.part_bytes(part), dtype=torch.uint8, device=indexes.device)
         if self.has_kernels:
-            # Imported where there is a GPU: other machines need no Triton.
-            from radixmesh.kernels.kv_copy import gather_rows
-
-            gather_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, data)
+            self._copies(part).gather(indexes, data)
             return data
         for piece, chunk in self._chunks(indexes, data):
             rows = [view[:, self._heads(part)].view(torch.uint8)[chunk].flatten() for view in self.token_views.values()]
@@ -153,9 +158,7 @@ class KvPool(KvPlanes):
     def write_tokens(self, indexes: torch.Tensor, data: torch.Tensor, part: KvShare | None = None) -> None:
         """Writes what read_tokens() gave of as many tokens and heads, from this pool or from one with rows alike."""
         if self.has_kernels:
-            from radixmesh.kernels.kv_copy import scatter_rows
-
-            scatter_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, data)
+            self._copies(part).scatter(indexes, data)
             return
         for piece, chunk in self._chunks(indexes, data):
             start = 0
@@ -176,22 +179,31 @@ class KvPool(KvPlanes):
             data = self.read_tokens(indexes, part)
             _bytes_at(address, len(data)).copy_(data)
             return
-        from radixmesh.kernels.kv_copy import gather_rows
-
-        gather_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, address)
+        self._copies(part).gather(indexes, address)
 
     def scatter_from(self, indexes: torch.Tensor, address: int, part: KvShare | None = None) -> None:
         """write_tokens() of memory as of gather_to()."""
         if not self.has_kernels:
             self.write_tokens(indexes, _bytes_at(address, len(indexes) * self.part_bytes(part)), part)
             return
-        from radixmesh.kernels.kv_copy import scatter_rows
-
-        scatter_rows([plane[:, :, self._heads(part)] for plane in self.copied], indexes, address)
+        self._copies(part).scatter(indexes, address)
 
     def part_bytes(self, part: KvShare | None) -> int:
         """Bytes of a token in read_tokens()."""
         return self.token_bytes if part is None else self.token_bytes // self.share.size * part.size
+
+    def _copies(self, part: KvShare | None) -> RowCopies:
+        heads = self._heads(part)
+        copies = self._copies_of.get((heads.start, heads.stop))
+        if copies is None:
+            # Imported where there is a GPU: other machines need no Triton.
+            from radixmesh.kernels.kv_copy import RowCopies
+
+            if len(self._copies_of) >= _MOST_PARTS:
+                self._copies_of.clear()
+            copies = RowCopies([plane[:, :, heads] for plane in self.copied])
+            self._copies_of[heads.start, heads.stop] = copies
+        return copies
 
     def _heads(self, part: KvShare | None) -> slice:
         """Of a row of this pool."""

@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.attention.split_pieces import Tails
-from radixmesh.kernels.kv_copy import as_words
 from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, parents_of
 from radixmesh.kernels.sampling.sample_params import Branches
 
 _BLOCK = 512
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class TreeRows(NamedTuple):
@@ -174,6 +174,12 @@ def move_paths(planes: list[torch.Tensor], trees: TreeRows) -> None:
         word = math.gcd(8, row, layer_stride, plane.data_ptr())
         block = min(triton.next_power_of_2(row // word), _BLOCK)
         _move_kernel[(num_rows, len(plane), triton.cdiv(row // word, block))](
-            as_words(plane, word), trees.tokens_T, trees.paths_BP, layer_stride // word, ROW=row // word,
+            _as_words(plane, word), trees.tokens_T, trees.paths_BP, layer_stride // word, ROW=row // word,
             P=num_positions, BLOCK=block, num_warps=4,
         )  # fmt: skip
+
+
+def _as_words(tensor: torch.Tensor, word: int) -> torch.Tensor:
+    """The same memory, of words of so many bytes; only its address is used."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor[:1, :1].reshape(-1)
+    return flat.view(torch.uint8)[: flat.numel() * flat.element_size() // word * word].view(_WORDS[word])

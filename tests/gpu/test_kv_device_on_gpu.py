@@ -15,7 +15,7 @@ from support.runner_contract import MODEL
 from support.wire import metrics_of
 
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.step_handle import DONE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -46,18 +46,19 @@ def test_what_is_launched_behind_a_hold_sees_what_was_scattered() -> None:
     device, plane = runner.kv_device, next(iter(runner.pool.planes.values()))
     assert device is not None
     sources, targets = (np.arange(first, first + 100, dtype=np.int32) for first in (0, 300))
+    to_send, to_receive = TokenNumbers(sources), TokenNumbers(targets)
     with runner.device.in_order():
         plane.normal_()
         runner.device.record_event().wait()
     num_bytes = 100 * runner.pool.token_bytes
     piece = DevicePiece(device.allocate(num_bytes), num_bytes)
-    device.gather(sources, piece, None).event.wait()
+    device.gather(to_send, piece, None).event.wait()
     expected = runner.read_kv(sources).tobytes()
     runner.write_kv(targets, np.zeros(num_bytes, np.uint8))
-    device.scatter(targets, piece, None, DONE).event.wait()  # Compiles it.
+    device.scatter(to_receive, piece, None, DONE).event.wait()  # Compiles it.
     runner.write_kv(targets, np.zeros(num_bytes, np.uint8))
     runner.device.run_beside(lambda: torch.cuda._sleep(400_000_000), DONE, is_urgent=False)
-    copied = device.scatter(targets, piece, None, DONE)
+    copied = device.scatter(to_receive, piece, None, DONE)
     assert not copied.event.is_done
     device.hold(copied)
     assert runner.read_kv(targets).tobytes() == expected

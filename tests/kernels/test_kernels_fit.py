@@ -233,7 +233,7 @@ def test_kernels_of_page_copies_compile_and_fit(compiled, num_layers, page_words
 @pytest.mark.parametrize("rows", [(1024, 1024), (576,), (36, 3)])
 def test_kernels_that_copy_kv_compile_and_fit(compiled, rows):
     launches = compiled("copies", "bfloat16", *rows)
-    assert len(launches) == 2 * len(rows)
+    assert len(launches) == 2 * len(set(rows)), "planes that lie alike are copied by one"
     assert all(launch["stack"] == 0 and launch["registers"] <= 128 for launch in launches), launches
 
 

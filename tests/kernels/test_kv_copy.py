@@ -10,10 +10,9 @@ from radixmesh.daemons.worker.kv_transfer import staging
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.kernels.kv_copy import (
     CHUNK_TOKENS,
+    RowCopies,
     can_copy,
-    gather_rows,
     gather_rows_reference,
-    scatter_rows,
     token_bytes_of,
 )
 
@@ -25,6 +24,7 @@ from radixmesh.kernels.kv_copy import (
         ([(2, 16), (2, 16)], 0, torch.bfloat16),
         ([(36,)], 28, torch.bfloat16),
         ([(3,), (5,)], 0, torch.uint8),
+        ([(5,), (3,), (3,), (3,)], 0, torch.bfloat16),
         ([(600,)], 0, torch.float32),
     ],
 )
@@ -40,14 +40,15 @@ def test_tokens_are_gathered_and_scattered_as_by_the_reference(num_tokens, shape
     gather_rows_reference(planes, indexes, expected)
     region = torch.full_like(expected, 255)
     before = [pool.clone() for pool in pools]
-    # By its address too, as of another process's memory.
+    copies = RowCopies(planes)
+    # By its address too, as of another process's memory: a launch of a kernel that was found before.
     for place in (region, region.data_ptr()):
         region.fill_(255)
-        gather_rows(planes, indexes, place)
+        copies.gather(indexes, place)
         assert torch.equal(region, expected)
         for plane in planes:
             plane[:, indexes.long()] = 0
-        scatter_rows(planes, indexes, place)
+        copies.scatter(indexes, place)
         # Nothing else of the pool was touched: neither other tokens nor padding.
         assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
 

@@ -559,9 +559,9 @@ async def test_a_chunk_behind_a_later_step_does_not_hold_up_one_behind_an_earlie
         events: dict[int, DeviceEvent] = {first: HeldEvent(running)}
         begin_gather = transfers.begin_gather
 
-        def noted(*arguments: Any, after_step: int) -> Gathering:
+        def noted(*arguments: Any, after_step: int, **more: Any) -> Gathering:
             begun.append(after_step)
-            return begin_gather(*arguments, after_step=after_step)
+            return begin_gather(*arguments, after_step=after_step, **more)
 
         monkeypatch.setattr(both.core(0).executor, "event_of", lambda step: events.get(step, DONE))
         monkeypatch.setattr(transfers, "begin_gather", noted)

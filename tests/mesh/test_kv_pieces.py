@@ -44,16 +44,20 @@ class Sending(NamedTuple):
     writer: DeviceWriter
     held: Region
 
+    def write(self, offset: int, data: bytes) -> None:
+        """As a kernel does, without a word."""
+        device_of(self.both, 0).write(self.writer.place(offset, len(data)).address, data)
+
     async def place(self, first: int, end: int) -> None:
         """Tokens to the region, and the word that they are there."""
         offset, data = STAMP_BYTES + first * TOKEN_BYTES, KV[first * TOKEN_BYTES : end * TOKEN_BYTES].tobytes()
-        self.writer.write_place(offset, data)
+        self.write(offset, data)
         await self.writer.placed(offset, len(data))
 
     async def finish(self, first: int) -> None:
         """The rest, with the last word."""
         offset, data = STAMP_BYTES + first * TOKEN_BYTES, KV[first * TOKEN_BYTES :].tobytes()
-        self.writer.write_place(offset, data + self.held.key.stamp())
+        self.write(offset, data + self.held.key.stamp())
         await self.writer.placed(offset, len(data) + STAMP_BYTES, is_last=True)
         began_ns = time.monotonic_ns() - GATHER_MS * 1_000_000
         start = worker_pb2.GatherStart(host=host_name(), monotonic_ns=began_ns, num_bytes=len(data))
@@ -255,7 +259,7 @@ async def test_a_stamp_of_another_region_is_seen_behind_all_pieces() -> None:
         executor = sent.both.core(1).executor
         committing = sent.commit()
         await until(lambda: sent.num_scattered == 1)
-        sent.writer.write_place(0, b"late")
+        sent.write(0, b"late")
         await sent.finish(2 * CHUNK_TOKENS)
         await committing
         await until(lambda: sent.held.reception.is_over)

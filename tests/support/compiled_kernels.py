@@ -330,13 +330,14 @@ def _runner_launches(folder: Path) -> None:
 
 def _copy_launches(dtype: torch.dtype, *rows: int) -> None:
     """Gather and scatter of KV whose planes have rows of such sizes."""
-    from radixmesh.kernels.kv_copy import gather_rows, scatter_rows, token_bytes_of
+    from radixmesh.kernels.kv_copy import RowCopies
 
     planes = [torch.zeros(3, 8, row, dtype=dtype) for row in rows]
     indexes = torch.zeros(5, dtype=torch.int32)
-    region = torch.zeros(5 * token_bytes_of(planes), dtype=torch.uint8)
-    gather_rows(planes, indexes, region)
-    scatter_rows(planes, indexes, region)
+    copies = RowCopies(planes)
+    region = torch.zeros(5 * copies.token_bytes, dtype=torch.uint8)
+    copies.gather(indexes, region)
+    copies.scatter(indexes, region)
 
 
 def _draft_launches(num_drafts: int) -> None:

@@ -15,11 +15,10 @@ from unittest import mock
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.worker import __main__ as worker_main
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.simulated.device import MappedKvDevice
 from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
@@ -65,10 +64,18 @@ class HostKvDevice(MappedKvDevice):
         self.lands.set()
         self.num_gathered = self.num_scattered = 0
 
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
+    def gather(
+        self,
+        tokens: TokenNumbers,
+        target: DevicePiece,
+        part: KvShare | None,
+        after: DeviceEvent = DONE,
+        *,
+        tail: bytes = b"",
+    ) -> Copied:
         assert self._runner is not None
         after.wait()
-        data = self._runner.read_kv(indexes, part).tobytes()
+        data = self._runner.read_kv(tokens.numbers, part).tobytes() + tail
         assert len(data) == target.num_bytes
 
         def copy() -> None:
@@ -79,11 +86,11 @@ class HostKvDevice(MappedKvDevice):
         return Copied(CopyEvent(self._copies.submit(copy)))
 
     def scatter(
-        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+        self, tokens: TokenNumbers, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
     ) -> Copied:
         assert self._runner is not None
         data = np.frombuffer(bytearray(self.read(source.address, source.num_bytes)), np.uint8)
-        self._runner.write_kv(indexes, data, part)
+        self._runner.write_kv(tokens.numbers, data, part)
         self.num_scattered += 1
         return Copied(HeldEvent(self.lands))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import mmap
@@ -63,6 +64,11 @@ class Device(ABC):
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         """Copies int32 `values` to the first of `target`, int32 and contiguous, behind all work so far on the current
         stream. `values` may change afterwards. Any thread."""
+
+    @abstractmethod
+    def copy_bytes(self, source: int, target: int, num_bytes: int) -> None:
+        """Copies a few bytes, at least one, between addresses that the device reaches, host_ints() among them, in order
+        with the current stream. The source stays as it is until then."""
 
     @abstractmethod
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
@@ -154,6 +160,9 @@ class HostDevice(Device):
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         target[: len(values)] = torch.from_numpy(values)
+
+    def copy_bytes(self, source: int, target: int, num_bytes: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
@@ -268,6 +277,10 @@ class CudaDevice(Device):
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._spare: deque[torch.cuda.Event] = deque(maxlen=_SPARE_EVENTS)
+        # Triton is needed where there is a GPU alone.
+        from radixmesh.kernels.copy_words import WordCopies
+
+        self._words = WordCopies()
         self._uploads: PinnedRing | None = None
         self._uploading = threading.Lock()
 
@@ -291,17 +304,18 @@ class CudaDevice(Device):
             return
         if not num:
             return
-        # Triton is needed where there is a GPU alone.
-        from radixmesh.kernels.fetch_ints import fetch_ints
-
+        assert target.dtype == torch.int32 and target.is_contiguous() and len(target) >= num, target.shape
         # A copy engine would come to these few bytes behind the KV that it has yet to load for other requests.
         with self._uploading:
             if self._uploads is None:
                 self._uploads = PinnedRing(_UPLOAD_BYTES, count=_NUM_UPLOADS)
-            ints = self._uploads.take()[: 4 * num].view(torch.int32)
-            ints.numpy()[:] = values
-            fetch_ints(ints, target[:num])
+            buffer = self._uploads.take()
+            buffer.numpy()[: 4 * num].view(np.int32)[:] = values
+            self._words.ints(buffer.data_ptr(), target.data_ptr(), num)
             self._uploads.fence()
+
+    def copy_bytes(self, source: int, target: int, num_bytes: int) -> None:
+        self._words.bytes(source, target, num_bytes)
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -319,12 +333,17 @@ class CudaDevice(Device):
         self, work: Callable[[], object], after: DeviceEvent, *, is_urgent: bool
     ) -> tuple[TimedEvent, TimedEvent]:
         stream = self._urgent if is_urgent else self._patient
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
-            if isinstance(after, CudaEvent):
-                after.hold(stream)
-            start = CudaEvent(stream, self._spare)
-            work()
-            end = CudaEvent(stream, self._spare)
+        with self.in_order():
+            # Not torch.cuda.stream(): its bookkeeping takes longer than a launch.
+            torch.cuda.set_stream(stream)
+            try:
+                if isinstance(after, CudaEvent):
+                    after.hold(stream)
+                start = CudaEvent(stream, self._spare)
+                work()
+                end = CudaEvent(stream, self._spare)
+            finally:
+                torch.cuda.set_stream(self._stream)
         return start, end
 
     def fork(self, work: Callable[[], object]) -> Callable[[], None]:

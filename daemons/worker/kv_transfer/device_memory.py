@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -17,6 +17,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 HANDLE_BYTES = 64
 """Of CUDA's name of an allocation."""
+MAX_TAIL_BYTES = 64
 _ALIGNMENT = 256
 
 
@@ -32,6 +33,27 @@ class DevicePiece(NamedTuple):
         return DevicePiece(self.address + offset, num_bytes)
 
 
+class TokenNumbers:
+    """Numbers of tokens in a pool, int32, as copies of some of them name them: a device gets them once, with the first
+    copy in a direction."""
+
+    def __init__(self, numbers: IntArray, whole: TokenNumbers | None = None, start: int = 0) -> None:
+        """whole: of which these are a part, from `start` on."""
+        self.numbers = numbers
+        self.whole = self if whole is None else whole
+        self.start = start
+        self.sent: dict[str, object] = {}
+        """Of a whole: what a device has of it, by direction."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def part(self, start: int, stop: int) -> TokenNumbers:
+        """Some of them."""
+        assert 0 <= start < stop <= len(self), (start, stop, len(self))
+        return TokenNumbers(self.numbers[start:stop], self.whole, self.start + start)
+
+
 class Copied(NamedTuple):
     """A copy that was launched. event: it has run. seconds: device time that it took, once it has."""
 
@@ -39,24 +61,44 @@ class Copied(NamedTuple):
     seconds: Callable[[], float] = lambda: 0.0
 
 
+class Fetched(NamedTuple):
+    """Bytes that are on their way to the host. event: they are there. data: what they are, once that is done."""
+
+    event: DeviceEvent
+    data: Callable[[], list[bytes]]
+
+
 class KvDevice(ABC):
-    """The device of a runner's KV pages, as transfers use it. gather() and scatter() are launched on the step thread.
-    The others block, on any thread."""
+    """The device of a runner's KV pages, as transfers use it. gather(), scatter() and fetch() are launched on the step
+    thread. The others block, on any thread."""
 
     number: int
     """Of the GPU, as this process's libraries count them; negative: it is memory of the host."""
 
     @abstractmethod
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
-        """Copies what read_kv() gives of tokens and heads to memory. after: the tokens were computed by then. Later
-        steps do not wait for it, but for what overwritten() was told."""
+    def gather(
+        self,
+        tokens: TokenNumbers,
+        target: DevicePiece,
+        part: KvShare | None,
+        after: DeviceEvent = DONE,
+        *,
+        tail: bytes = b"",
+    ) -> Copied:
+        """Copies what read_kv() gives of tokens and heads to memory, and `tail` behind it, MAX_TAIL_BYTES at most.
+        after: the tokens were computed by then. Later steps do not wait for it, but for what overwritten() was told."""
 
     @abstractmethod
     def scatter(
-        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+        self, tokens: TokenNumbers, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
     ) -> Copied:
         """Copies to pages as write_kv() does, from memory. after: no step behind it uses these pages before this copy
         is over; None: some may, and the copy runs between the steps so far and the next."""
+
+    def fetch(self, places: Sequence[DevicePiece], behind: Copied, after: DeviceEvent | None = None) -> Fetched:
+        """Bytes of memory as they are behind a scatter and all before it, of MAX_TAIL_BYTES at most in each place.
+        after: as of the scatter. Default: they are read once they are asked for."""
+        return Fetched(behind.event, lambda: [self.read(*place) for place in places])
 
     def hold(self, copied: Copied) -> None:
         """Steps that are launched from now on wait for a copy on the device. Default: for the copy itself."""

@@ -14,10 +14,6 @@ from radixmesh.daemons.worker.step_handle import DeviceEvent
 _SWITCH_S = 0.0002
 
 
-def _nothing() -> None:
-    return
-
-
 class EventWaits:
     """Waits for one event after the other, as those of one stream come. The thread begins with the first."""
 
@@ -26,8 +22,8 @@ class EventWaits:
         self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def until(self, event: DeviceEvent, then: Callable[[], None] = _nothing) -> None:
-        """Returns when the event is done and `then` has run behind it, on the thread. Raises what either does."""
+    async def until(self, event: DeviceEvent) -> None:
+        """Returns when the event is done. Raises what it does."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -35,7 +31,6 @@ class EventWaits:
             error: BaseException | None = None
             try:
                 event.wait()
-                then()
             except BaseException as raised:
                 error = raised
             # The event may outlive the loop when the process leaves in a hurry: nobody waits for it then.

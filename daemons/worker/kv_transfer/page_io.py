@@ -11,7 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.kv_transfer.staging import CHUNK_TOKENS, STAMP_BYTES, chunks_of
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.executor import StepExecutor
@@ -54,15 +54,21 @@ def begin_gather(
     target: DevicePiece,
     part: KvShare,
     after_step: int = 0,
+    *,
+    numbers: TokenNumbers | None = None,
+    tail: bytes = b"",
 ) -> Gathering:
-    """As gather(), to memory of the device. after_step: was launched, and computes the last of the tokens; 0: they
-    are computed. Steps that are launched later may be granted the pages: they wait for the copy."""
+    """As gather(), to memory of the device, and `tail` behind it. after_step: was launched, and computes the last of
+    the tokens; 0: they are computed. Steps that are launched later may be granted the pages: they wait for the copy.
+    numbers: of the tokens in the pool, where these are part of others; None: only these are copied."""
     _check_granted(executor, pages, generations, tokens)
     device, host = executor.runner.kv_device, executor.host
-    assert device is not None and target.num_bytes == len(tokens) * executor.runner.kv_part_bytes(part), target
+    num_bytes = len(tokens) * executor.runner.kv_part_bytes(part) + len(tail)
+    assert device is not None and target.num_bytes == num_bytes, target
     computed = executor.event_of(after_step)
-    indexes = token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size)
-    copied = device.gather(indexes, target, part, computed)
+    if numbers is None:
+        numbers = TokenNumbers(token_indexes(pages, tokens.start, len(tokens), executor.limits.page_size))
+    copied = device.gather(numbers, target, part, computed, tail=tail)
     if host is not None:
         # Loads to these pages wait for all that was launched.
         host.written_beside(pages)

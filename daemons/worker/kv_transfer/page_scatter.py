@@ -19,7 +19,7 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.kv_share import KvShare
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, Fetched, TokenNumbers
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.page_io import are_pages, token_indexes, tokens_at_a_time
 from radixmesh.daemons.worker.kv_transfer.staging import STAMP_BYTES, chunks_of, has_stamps
@@ -27,7 +27,7 @@ from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.plans.arriving_kv import Arriving
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
-from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def scatter(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]
     for part in parts:
         assert not isinstance(part.memory, DevicePiece), "begin_scatter() is for those"
         _write(executor.runner, target.pages, len(target.ids), part.memory, part.share)
-    return _finish(executor, target, parts)
+    return _finish(executor, target, are_sound=_are_stamped(parts))
 
 
 def may_scatter(executor: StepExecutor, target: Target, shares: Sequence[KvShare]) -> bool:
@@ -90,6 +90,7 @@ class ScatteredPieces:
     ) -> None:
         self._executor, self._target, self._shares = executor, target, shares
         self._epoch, self._after_step = epoch, after_step
+        self.numbers = _numbers_of(executor, target)
         self.is_granted = False
         """The pages are this transfer's, with the generations of its target."""
         self.num_tokens = [0] * len(shares)
@@ -116,7 +117,7 @@ class ScatteredPieces:
             self.is_granted = True
         first, executor = self.num_tokens[region], self._executor
         copied = _scatter_tokens(
-            executor, self._target, memory, self._shares[region], range(first, end), self._after_step
+            executor, self.numbers, memory, self._shares[region], range(first, end), self._after_step
         )
         self.num_tokens[region] = end
         self.copies.append(copied)
@@ -176,6 +177,7 @@ def _begin_scatter(
     if not is_granted:
         return None
     num_tokens = len(target.ids)
+    numbers = _numbers_of(executor, target) if pieces is None else pieces.numbers
     copies: list[Copied] = [] if begun is None else list(begun.copies)
     for number, (memory, _, share) in enumerate(parts):
         if not isinstance(memory, DevicePiece):
@@ -183,7 +185,9 @@ def _begin_scatter(
             continue
         rest = range(0 if begun is None else begun.num_tokens[number], num_tokens)
         if rest:
-            copies.append(_scatter_tokens(executor, target, memory, share, rest, after_step))
+            copies.append(_scatter_tokens(executor, numbers, memory, share, rest, after_step))
+    # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
+    stamps = _fetched_stamps(executor, parts, copies[-1], after_step)
 
     def collect() -> tuple[Failure, float]:
         for copied in copies:
@@ -194,9 +198,9 @@ def _begin_scatter(
         # Another epoch may have granted them meanwhile.
         if (executor.records.generations[target.pages] != target.generations).any():
             return Failure.PAGES, seconds
-        return _finish(executor, target, parts), seconds
+        return _finish(executor, target, are_sound=_are_stamped(parts, stamps.data())), seconds
 
-    event, records = copies[-1].event, executor.records
+    event, records = stamps.event, executor.records
     if not may_be_named:
         return StepHandle(event, collect)
 
@@ -221,17 +225,34 @@ def _begin_scatter(
 
 
 def _scatter_tokens(
-    executor: StepExecutor, target: Target, memory: DevicePiece, share: KvShare, tokens: range, after_step: int
+    executor: StepExecutor, numbers: TokenNumbers, memory: DevicePiece, share: KvShare, tokens: range, after_step: int
 ) -> Copied:
-    """Launches the copy of some tokens of a region, from a multiple of CHUNK_TOKENS on."""
+    """Launches the copy of some tokens of a region, from a multiple of CHUNK_TOKENS on. numbers: of all of them."""
     device = executor.runner.kv_device
     assert device is not None
     token_bytes = executor.runner.kv_part_bytes(share)
     body = memory.part(STAMP_BYTES + tokens.start * token_bytes, len(tokens) * token_bytes)
-    # Loads from the host wait for steps, not for this.
-    after = executor.event_of(after_step) if executor.host is None else None
-    indexes = token_indexes(target.pages, tokens.start, len(tokens), executor.limits.page_size)
-    return device.scatter(indexes, body, share, after)
+    return device.scatter(numbers.part(tokens.start, tokens.stop), body, share, _after(executor, after_step))
+
+
+def _numbers_of(executor: StepExecutor, target: Target) -> TokenNumbers:
+    """Of the target's tokens in the pool."""
+    return TokenNumbers(token_indexes(target.pages, 0, len(target.ids), executor.limits.page_size))
+
+
+def _fetched_stamps(executor: StepExecutor, parts: Sequence[WrittenPart], copied: Copied, after_step: int) -> Fetched:
+    """Heads and tails of regions in memory of the device, in this order, as they are behind copies from there."""
+    device = executor.runner.kv_device
+    assert device is not None
+    regions = [part.memory for part in parts if isinstance(part.memory, DevicePiece)]
+    ends = [region.part(start, STAMP_BYTES) for region in regions for start in (0, region.num_bytes - STAMP_BYTES)]
+    return device.fetch(ends, copied, _after(executor, after_step))
+
+
+def _after(executor: StepExecutor, step: int) -> DeviceEvent | None:
+    """Of copies to pages that no step behind `step` uses."""
+    # Loads from the host wait for steps, not for copies beside them.
+    return executor.event_of(step) if executor.host is None else None
 
 
 def _hold(executor: StepExecutor, copied: Copied) -> None:
@@ -288,10 +309,9 @@ def _write(runner: ModelRunner, pages: IntArray, num_tokens: int, memory: ByteAr
         runner.write_kv(token_indexes(pages, chunk.first, chunk.num, runner.page_size), data, share)
 
 
-def _finish(executor: StepExecutor, target: Target, parts: Sequence[WrittenPart]) -> Failure:
-    """The pages hold what the regions held, whatever that was."""
-    # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
-    if not all(_has_stamps(executor.runner, part) for part in parts):
+def _finish(executor: StepExecutor, target: Target, *, are_sound: bool) -> Failure:
+    """The pages hold what the regions held, whatever that was. are_sound: the stamps were right behind the scatter."""
+    if not are_sound:
         return Failure.STAMP
     _record(executor, target)
     return Failure.NONE
@@ -302,13 +322,15 @@ def _record(executor: StepExecutor, target: Target) -> None:
     executor.records.extend(target.pages[at // size], at % np.int32(size), target.ids)
 
 
-def _has_stamps(runner: ModelRunner, part: WrittenPart) -> bool:
-    memory, stamp = part.memory, part.stamp
-    if not isinstance(memory, DevicePiece):
-        return has_stamps(memory, stamp)
-    device, tail = runner.kv_device, memory.address + memory.num_bytes - STAMP_BYTES
-    assert device is not None
-    return all(device.read(address, STAMP_BYTES) == stamp for address in (memory.address, tail))
+def _are_stamped(parts: Sequence[WrittenPart], fetched: Sequence[bytes] = ()) -> bool:
+    """True if regions have their stamps. fetched: of those in memory of the device, as _fetched_stamps() has them."""
+    in_order = iter(fetched)
+    return all(
+        (next(in_order), next(in_order)) == (part.stamp, part.stamp)
+        if isinstance(part.memory, DevicePiece)
+        else has_stamps(part.memory, part.stamp)
+        for part in parts
+    )
 
 
 def _are_all_heads(share: KvShare, parts: Sequence[KvShare]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import numpy as np
 
@@ -49,12 +48,8 @@ class Chunk:
         self.emission = Emission()
 
 
-Gather = Callable[[range, ByteArray | DevicePiece, Callable[[], None]], Awaitable[object]]
-"""Gathers some tokens of a chunk to memory; then calls what is to follow at once, on whatever thread."""
-
-
-def _nothing() -> None:
-    return
+Gather = Callable[[range, ByteArray | DevicePiece, bytes], Awaitable[object]]
+"""Gathers some tokens of a chunk to memory, and bytes behind them to memory of a device."""
 
 
 class KvSender:
@@ -129,12 +124,12 @@ class KvSender:
         if is_last and self._task is not None:
             self._chunks.put_nowait(None)
         try:
-            target, place = await self._place(offset, size)
+            target, place = await self._place(offset, size + STAMP_BYTES * is_last)
             if target is None or place is None:
                 self._take(await self._buffered(offset, range(num_tokens), size, gather, is_last=is_last))
             else:
                 pieces = pieces_of(num_tokens, token_bytes, self._piece_bytes if is_last else 0)
-                await self._placed_in(target, place, offset, pieces, gather, is_last=is_last)
+                await self._placed_in(place, offset, token_bytes, pieces, gather, is_last=is_last)
         except BaseException:
             self.cancel()
             raise
@@ -173,18 +168,27 @@ class KvSender:
         return target, target.place(offset, size)
 
     async def _placed_in(
-        self, target: KvWriter, place: DevicePiece, offset: int, pieces: list[range], gather: Gather, *, is_last: bool
+        self,
+        place: DevicePiece,
+        offset: int,
+        token_bytes: int,
+        pieces: list[range],
+        gather: Gather,
+        *,
+        is_last: bool,
     ) -> None:
-        """Gathers a chunk to the region, piece by piece; each is told as it is there."""
-        token_bytes, running = place.num_bytes // pieces[-1].stop, []
+        """Gathers a chunk to the region, piece by piece; each is told as it is there. Behind the last one is the
+        stamp."""
+        running = []
         for piece in pieces:
-            memory = place.part(piece.start * token_bytes, len(piece) * token_bytes)
-            then = partial(self._end, target) if is_last and piece is pieces[-1] else _nothing
+            start, num_bytes = piece.start * token_bytes, len(piece) * token_bytes
+            tail = self._stamp.tobytes() if is_last and piece is pieces[-1] else b""
+            memory = place.part(start, num_bytes + len(tail))
             # The target is not left before it has run, whatever becomes of this call.
-            placing: asyncio.Future[object] = asyncio.ensure_future(gather(piece, memory, then))
+            placing: asyncio.Future[object] = asyncio.ensure_future(gather(piece, memory, tail))
             self._placing.add(placing)
             placing.add_done_callback(self._placed)
-            running.append((placing, Chunk(offset + piece.start * token_bytes, memory.num_bytes, None, is_last=False)))
+            running.append((placing, Chunk(offset + start, num_bytes, None, is_last=False)))
         running[-1][1].is_last = is_last
         for placing, chunk in running:
             await asyncio.shield(placing)
@@ -194,17 +198,13 @@ class KvSender:
         """Gathers a chunk to memory of this process."""
         chunk = Chunk(offset, size, buffer := self._new_buffer(size), is_last=is_last)
         try:
-            await gather(tokens, buffer.memory, _nothing)
+            await gather(tokens, buffer.memory, b"")
         except BaseException:
             chunk.emission.abort()
             buffer.close()
             self._pool.give_back(size)
             raise
         return chunk
-
-    def _end(self, target: KvWriter) -> None:
-        """The stamp behind the last bytes of a place."""
-        target.write_place(self.region.num_bytes - STAMP_BYTES, self._stamp.tobytes())
 
     def _placed(self, placing: asyncio.Future[object]) -> None:
         if not placing.cancelled():

@@ -17,12 +17,12 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.kv_transfer.commits import Start, TransferCommits
-from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.kv_transfer.event_waits import EventWaits
 from radixmesh.daemons.worker.kv_transfer.host_process import HostProcess, host_name
 from radixmesh.daemons.worker.kv_transfer.kv_format import format_of, part_of
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure, ReceiveState
-from radixmesh.daemons.worker.kv_transfer.page_io import Gathering, begin_gather, gather
+from radixmesh.daemons.worker.kv_transfer.page_io import Gathering, begin_gather, gather, token_indexes
 from radixmesh.daemons.worker.kv_transfer.receiver import MAX_RECEPTIONS, Region, TransferReceiver
 from radixmesh.daemons.worker.kv_transfer.sender import MAX_SENDERS, KvSender
 from radixmesh.daemons.worker.kv_transfer.staging import RegionKey, StagingPool, region_bytes
@@ -210,6 +210,7 @@ class KvTransfers:
         trace("kv_gather_asked", region.transfer_id, first_token=first_token, tokens=request.num_tokens)
         size, times = executor.limits.page_size, _ChunkTimes()
         ready: asyncio.Future[None] | None = None
+        numbers: TokenNumbers | None = None
 
         def job(memory: ByteArray) -> None:
             times.began_s = self._clock()
@@ -221,8 +222,8 @@ class KvTransfers:
             await self._until_received(request.after_step, request.epoch, request.instance_id)
             await self._until_next(executor, request.after_step)
 
-        async def gathered(piece: range, memory: ByteArray | DevicePiece, then: Callable[[], None]) -> None:
-            nonlocal ready
+        async def gathered(piece: range, memory: ByteArray | DevicePiece, tail: bytes) -> None:
+            nonlocal ready, numbers
             if not isinstance(memory, DevicePiece):
                 await self._until_received(request.after_step, request.epoch, request.instance_id)
                 await to_the_end(self._run(lambda: job(memory)))
@@ -230,6 +231,9 @@ class KvTransfers:
             # Once for all pieces: their launches keep their order.
             ready = ready or asyncio.ensure_future(until_ready())
             await asyncio.shield(ready)
+            # So are the numbers of its tokens.
+            numbers = numbers or TokenNumbers(token_indexes(pages, first_token % size, request.num_tokens, size))
+            of_tokens = numbers.part(piece.start, piece.stop)
             start, stop = (first_token % size + token for token in (piece.start, piece.stop))
             of_piece = slice(start // size, -(-stop // size))
             tokens = range(start % size, start % size + len(piece))
@@ -243,9 +247,10 @@ class KvTransfers:
                         memory,
                         part,
                         after_step=request.after_step,
+                        numbers=of_tokens,
+                        tail=tail,
                     ),
-                    memory.num_bytes,
-                    then,
+                    memory.num_bytes - len(tail),
                     times,
                 )
             )
@@ -404,13 +409,11 @@ class KvTransfers:
         if self.transport is not None:
             self.transport.close()
 
-    async def _copied(
-        self, begin: Callable[[], Gathering], num_bytes: int, then: Callable[[], None], times: _ChunkTimes
-    ) -> float:
-        """Launches a copy on the step thread; returns when it has run, and `then` behind it: its device time."""
+    async def _copied(self, begin: Callable[[], Gathering], num_bytes: int, times: _ChunkTimes) -> float:
+        """Launches a copy on the step thread; returns when it has run: its device time."""
         began = self._clock()
         copied, computed, check = await self._started(begin)
-        copying = asyncio.ensure_future(self._gathers.until(copied.event, then))
+        copying = asyncio.ensure_future(self._gathers.until(copied.event))
         try:
             if not computed.is_done:
                 await self._steps.until(computed)

@@ -83,10 +83,6 @@ class KvWriter(ABC):
         """Nobody has waited for a copy to where place() says, since this process ends: its end says so."""
         return
 
-    def write_place(self, offset: int, data: bytes) -> None:
-        """Writes bytes where place() says; blocks, on any thread, with other calls or not."""
-        raise NotImplementedError
-
     async def placed(self, offset: int, num_bytes: int, *, is_last: bool = False) -> None:
         """Bytes of the region were written where place() says. is_last: nothing is written but by done(), which
         follows. Raises MeshError."""

@@ -17,11 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.kv_transfer.device_memory import HANDLE_BYTES, Copied, DevicePiece, KvDevice
+from radixmesh.daemons.worker.kv_transfer.device_memory import HANDLE_BYTES, Copied, DevicePiece, KvDevice, TokenNumbers
 from radixmesh.daemons.worker.runner import DecodeRows, Segment, StepOutput
 from radixmesh.daemons.worker.simulated.clock import StepClock
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
@@ -136,16 +135,24 @@ class SimulatedKvDevice(MappedKvDevice):
         self._runner, self._clock, self._token_us = runner, clock, token_us
         self._ends = {"out": 0, "in": 0}
 
-    def gather(self, indexes: IntArray, target: DevicePiece, part: KvShare | None, after: DeviceEvent = DONE) -> Copied:
-        self.write(target.address, self._runner.read_kv(indexes, part).tobytes())
-        return self._copied("out", len(indexes), after)
+    def gather(
+        self,
+        tokens: TokenNumbers,
+        target: DevicePiece,
+        part: KvShare | None,
+        after: DeviceEvent = DONE,
+        *,
+        tail: bytes = b"",
+    ) -> Copied:
+        self.write(target.address, self._runner.read_kv(tokens.numbers, part).tobytes() + tail)
+        return self._copied("out", len(tokens), after)
 
     def scatter(
-        self, indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+        self, tokens: TokenNumbers, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
     ) -> Copied:
         data = np.frombuffer(self.read(source.address, source.num_bytes), np.uint8)
-        self._runner.write_kv(indexes, data, part)
-        copied = self._copied("in", len(indexes), DONE if after is None else after)
+        self._runner.write_kv(tokens.numbers, data, part)
+        copied = self._copied("in", len(tokens), DONE if after is None else after)
         if after is None:
             self.hold(copied)
         return copied

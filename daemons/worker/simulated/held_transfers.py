@@ -12,7 +12,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.kv_share import KvShare
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.core import WorkerCore
-from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.kv_transfer.transport import ByteArray
 from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.service import WorkerService
@@ -93,9 +93,9 @@ def hold_scatters(runner: ModelRunner, holds: TransferHolds) -> None:
         scatter = device.scatter
 
         def scatter_and_wait(
-            indexes: IntArray, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
+            tokens: TokenNumbers, source: DevicePiece, part: KvShare | None, after: DeviceEvent | None = None
         ) -> Copied:
-            copied = scatter(indexes, source, part, after)
+            copied = scatter(tokens, source, part, after)
             holds.block(FaultKind.SCATTERING)
             return copied
 

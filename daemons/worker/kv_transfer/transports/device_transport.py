@@ -221,9 +221,6 @@ class DeviceWriter(KvWriter):
     def place(self, offset: int, num_bytes: int) -> DevicePiece:
         return self._target.part(offset, num_bytes)
 
-    def write_place(self, offset: int, data: bytes) -> None:
-        self._device.write(self._target.part(offset, len(data)).address, data)
-
     async def placed(self, offset: int, num_bytes: int, *, is_last: bool = False) -> None:
         await self.words.wrote(offset, num_bytes, is_last=is_last)
 
@@ -234,7 +231,8 @@ class DeviceWriter(KvWriter):
         assert not isinstance(data, DevicePiece), "buffers of this transport lie in memory of the host"
         for start in range(0, len(data), _COPY_BYTES):
             piece = data[start : start + _COPY_BYTES].tobytes()
-            await to_the_end(asyncio.to_thread(self.write_place, offset + start, piece))
+            address = self._target.part(offset + start, len(piece)).address
+            await to_the_end(asyncio.to_thread(self._device.write, address, piece))
             await self.words.wrote(offset + start, len(piece))
 
     async def done(self, checksum: int, gather_start: worker_pb2.GatherStart | None = None) -> None:
