@@ -50,6 +50,20 @@ def test_a_slots_table_holds_what_its_request_was_granted_since_it_was_admitted(
     assert state.last_tokens.tolist() == [8, 0, 0]
 
 
+def test_a_slot_that_lacks_many_pages_gets_them_by_a_copy_of_its_own():
+    device, sent = HostDevice(), list[int]()
+    state = SlotState(device, num_slots=2, max_pages=2000, dummy_page=9)
+    upload, device.upload = device.upload, lambda values, to: (sent.append(len(values)), upload(values, to))
+    tables = np.arange(4000, dtype=np.int32).reshape(2, 2000)
+    slots, expected = np.array([1, 0], np.int32), np.zeros((2, 2000), np.int32)
+    for num_pages in ([511, 3], [1500, 700], [1500, 701]):
+        state.send(slots, tables, np.array(num_pages, np.int32))
+        for slot, count in enumerate(num_pages):
+            expected[slot, :count] = tables[slot, :count]
+        assert (state.page_tables[:2].numpy() == expected).all() and (state.page_tables[2] == 9).all()
+    assert sent == [2 * 514, 697, 989, 2]
+
+
 def test_tokens_are_kept_when_their_turn_comes_again():
     ring = TokenRing(HostDevice(), max_rows=2, num_steps=3)
     fetched = []

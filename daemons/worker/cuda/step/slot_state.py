@@ -11,6 +11,9 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import Device
 
+# Page table entries of one slot that are a copy of their own: an index for each, and its scatter, would take longer.
+_MANY_ENTRIES = 512
+
 
 class SlotState:
     """Tables of [num_slots + 1]: the last slot is a dummy, whose page is the pool's dummy page, for rows of padding.
@@ -45,8 +48,14 @@ class SlotState:
 
     def new_entries(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> IntArray:
         """Page table entries of `slots` that the device does not have yet, int32 [entries, 2]: the index in the flat
-        tables, and the page. They count as sent."""
+        tables, and the page. They count as sent. Those of slots that lack many are sent at once, and not among them."""
         counts, sent = num_pages[slots], self._num_sent[slots]
+        if int(counts.sum()) - int(sent.sum()) >= _MANY_ENTRIES:
+            for slot in slots[counts - sent >= _MANY_ENTRIES].tolist():
+                start, stop = self._num_sent[slot], num_pages[slot]
+                self._device.upload(page_tables[slot, start:stop], self.page_tables[slot, start:stop])
+                self._num_sent[slot] = stop
+            sent = self._num_sent[slots]
         lacking = counts - sent
         num_new = int(lacking.sum())
         entries = np.empty((num_new, 2), np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -27,8 +26,25 @@ from radixmesh.kernels.sampling.sample import (
     sample_rows,
 )
 from radixmesh.kernels.sampling.sample_params import Branches, Needs, SampleParams
+from radixmesh.kernels.sampling.write_slots import SlotColumns
 
 _INT32_MAX = 2**31 - 1
+_COLUMNS = (
+    "temperature_S",
+    "seed_S",
+    "top_k_S",
+    "top_p_S",
+    "min_p_S",
+    "repetition_S",
+    "frequency_S",
+    "presence_S",
+    "prompt_len_S",
+    "num_biases_S",
+    "num_suppressed_S",
+    "num_top_S",
+    "min_tokens_S",
+)
+"""Of SampleParams, as _record() has them."""
 # Asked for in every step: an enum's own operators take microseconds.
 _LOGPROBS, _FILTERED = int(Needs.LOGPROBS), int(Needs.FILTERS | Needs.PENALTIES)
 _BEYOND_UNFILTERED = _FILTERED | _LOGPROBS
@@ -61,6 +77,7 @@ class SlotSampler:
             max_suppressed=MAX_SUPPRESSED_IDS,
             device=where,
         )
+        self._columns = SlotColumns([getattr(self._params, name) for name in _COLUMNS])
         self._max_rows, self.vocab_size = max_rows, vocab_size
         self._scratch = SampleScratch(max_rows, vocab_size, where, has_penalties=False)
         self._penalty_scratch: SampleScratch | None = None
@@ -148,10 +165,8 @@ class SlotSampler:
             return
         for admit in admits:
             self._has_options[admit.slot] = bool(self._needs[admit.slot])
-        targets, columns = zip(*self._columns(admits), strict=True)
-        slots, *values = self._on_device(np.array([admit.slot for admit in admits], np.int64), *columns)
-        for target, of_slots in zip(targets, values, strict=True):
-            target.index_copy_(0, slots, of_slots)
+        [records] = self._on_device(self._columns.packed([self._record(admit) for admit in admits]))
+        self._columns.write(records)
         for admit in admits:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
@@ -239,28 +254,26 @@ class SlotSampler:
             self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, where, has_penalties=True)
         return self._penalty_scratch
 
-    def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:
-        params = self._params
-
-        def of(name: str, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
-            return np.array([getattr(admit.sampling, name) for admit in admits], dtype)
-
-        seeds = np.array([admit.sampling.seed or 0 for admit in admits], np.uint64).view(np.int64)
-        return [
-            (params.temperature_S, of("temperature", np.float64)),
-            (params.seed_S, seeds),
-            (params.top_k_S, of("top_k", np.int32)),
-            (params.top_p_S, of("top_p", np.float64)),
-            (params.min_p_S, of("min_p", np.float64)),
-            (params.repetition_S, of("repetition_penalty", np.float32)),
-            (params.frequency_S, of("frequency_penalty", np.float32)),
-            (params.presence_S, of("presence_penalty", np.float32)),
-            (params.prompt_len_S, np.array([len(admit.prompt_ids) for admit in admits], np.int32)),
-            (params.num_biases_S, np.array([len(admit.sampling.logit_bias) for admit in admits], np.int32)),
-            (params.num_suppressed_S, np.array([len(admit.suppressed_ids) for admit in admits], np.int32)),
-            (params.num_top_S, self._num_top[[admit.slot for admit in admits]]),
-            (params.min_tokens_S, np.array([min(admit.min_tokens, _INT32_MAX) for admit in admits], np.int32)),
-        ]
+    def _record(self, admit: Admit) -> bytes:
+        """What a request asks for, by _COLUMNS."""
+        sampling = admit.sampling
+        seed = sampling.seed or 0
+        return self._columns.record(
+            admit.slot,
+            sampling.temperature,
+            seed - (seed >> 63 << 64),
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            len(admit.prompt_ids),
+            len(sampling.logit_bias),
+            len(admit.suppressed_ids),
+            int(self._num_top[admit.slot]),
+            min(admit.min_tokens, _INT32_MAX),
+        )
 
     def _send_lists(self, admit: Admit) -> None:
         params, slot = self._params, admit.slot
