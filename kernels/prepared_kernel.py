@@ -18,6 +18,9 @@ class PreparedKernel:
     The first launch is the JIT's, and compiles it.
     """
 
+    is_only_compiled = False
+    """Kernels are being compiled ahead of their use: all launches of the process are the JIT's, which runs nothing."""
+
     def __init__(self, kernel: triton.runtime.KernelInterface[object], num_warps: int = 4, **constants: object) -> None:
         self._kernel, self._num_warps, self._constants = kernel, num_warps, constants
         self._compiled: CompiledKernel | None = None
@@ -25,10 +28,10 @@ class PreparedKernel:
     def launch(self, columns: int, rows: int, *arguments: int) -> None:
         """On the current stream, of so many programs on the first axis and the second."""
         compiled = self._compiled
-        if compiled is not None:
+        if compiled is not None and not self.is_only_compiled:
             compiled[columns, rows, 1](*arguments, *self._constants.values())
             return
         found = self._kernel[columns, rows](*arguments, **self._constants, num_warps=self._num_warps)
-        # Others launch nothing that could be launched again: the interpreter, and what compiles kernels ahead.
+        # The interpreter finds nothing that could be launched again, and what is being compiled is not there yet.
         if isinstance(found, CompiledKernel):
             self._compiled = found

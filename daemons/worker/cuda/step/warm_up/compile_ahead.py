@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.compilers.launchers import load_launchers_apart
+from radixmesh.kernels.prepared_kernel import PreparedKernel
 
 try:
     from triton import AsyncCompileMode
@@ -103,6 +104,8 @@ def compiling_ahead() -> Iterator[Sequence[object]]:
         return kernel
 
     JITFunction.run, JITFunction._do_compile = only_compile, compile_once
+    # One that was compiled before would run, with numbers that another one has not brought.
+    PreparedKernel.is_only_compiled = True
     try:
         with (
             _Compilers(device) as threads,
@@ -110,4 +113,5 @@ def compiling_ahead() -> Iterator[Sequence[object]]:
         ):
             yield mode.raw_futures
     finally:
+        PreparedKernel.is_only_compiled = False
         JITFunction.run, JITFunction._do_compile = run, compile_one
