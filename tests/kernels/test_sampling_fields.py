@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -53,3 +55,12 @@ def test_logprobs_are_a_need_of_their_own() -> None:
     """Those of the prompt come from prompt rows, which ask for them apart."""
     assert Needs.LOGPROBS in needs_of(_admit(changed("num_top_logprobs")))
     assert Needs.LOGPROBS not in needs_of(_admit(changed("prompt_logprobs")))
+
+
+def test_a_warm_up_leaves_all_slots_greedy(device: torch.device) -> None:
+    used = CudaDevice() if device.type == "cuda" else HostDevice()
+    sampler = SlotSampler(2, max_rows=_ROWS, vocab_size=_VOCAB, max_total_len=20, device=used)
+    params = sampler._params
+    before = [getattr(params, field.name).clone() for field in fields(params)]
+    sampler.warm_up(torch.float32)
+    assert all(torch.equal(getattr(params, field.name), was) for field, was in zip(fields(params), before, strict=True))

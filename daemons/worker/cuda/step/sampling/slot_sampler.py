@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -45,6 +46,8 @@ _COLUMNS = (
     "min_tokens_S",
 )
 """Of SampleParams, as _record() has them."""
+_GREEDY = (0.0, 0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1, 0)
+"""As SampleParams.allocate() leaves them."""
 # Asked for in every step: an enum's own operators take microseconds.
 _LOGPROBS, _FILTERED = int(Needs.LOGPROBS), int(Needs.FILTERS | Needs.PENALTIES)
 _BEYOND_UNFILTERED = _FILTERED | _LOGPROBS
@@ -131,6 +134,8 @@ class SlotSampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
+        # The dummy slot stays as it is.
+        self._write([self._columns.record(len(self._needs) - 1, *_GREEDY)])
         compile_sampling(self._params, self.vocab_size, dtype)
         compile_logprobs(self._params, self.vocab_size, dtype)
         if self._masks is not None:
@@ -165,8 +170,7 @@ class SlotSampler:
             return
         for admit in admits:
             self._has_options[admit.slot] = bool(self._needs[admit.slot])
-        [records] = self._on_device(self._columns.packed([self._record(admit) for admit in admits]))
-        self._columns.write(records)
+        self._write([self._record(admit) for admit in admits])
         for admit in admits:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
@@ -253,6 +257,10 @@ class SlotSampler:
             where = self._device.torch_device
             self._penalty_scratch = SampleScratch(self._max_rows, self.vocab_size, where, has_penalties=True)
         return self._penalty_scratch
+
+    def _write(self, records: Sequence[bytes]) -> None:
+        [sent] = self._on_device(self._columns.packed(records))
+        self._columns.write(sent)
 
     def _record(self, admit: Admit) -> bytes:
         """What a request asks for, by _COLUMNS."""
