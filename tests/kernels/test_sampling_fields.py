@@ -14,6 +14,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import CudaDevice, HostDevice
+from radixmesh.daemons.worker.cuda.step.sampling import slot_sampler
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler, needs_of
 from radixmesh.kernels.sampling.sample_params import Needs
 
@@ -57,7 +58,9 @@ def test_logprobs_are_a_need_of_their_own() -> None:
     assert Needs.LOGPROBS not in needs_of(_admit(changed("prompt_logprobs")))
 
 
-def test_a_warm_up_leaves_all_slots_greedy(device: torch.device) -> None:
+def test_a_warm_up_leaves_all_slots_greedy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("compile_sampling", "compile_logprobs"):
+        monkeypatch.setattr(slot_sampler, name, lambda *arguments: None)
     used = CudaDevice() if device.type == "cuda" else HostDevice()
     sampler = SlotSampler(2, max_rows=_ROWS, vocab_size=_VOCAB, max_total_len=20, device=used)
     params = sampler._params
