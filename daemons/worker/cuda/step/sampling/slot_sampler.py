@@ -263,7 +263,7 @@ class SlotSampler:
         self._columns.write(sent)
 
     def _record(self, admit: Admit) -> bytes:
-        """What a request asks for, by _COLUMNS."""
+        """Of a request, by _COLUMNS."""
         sampling = admit.sampling
         seed = sampling.seed or 0
         return self._columns.record(
