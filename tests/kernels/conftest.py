@@ -9,6 +9,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Some kernels take the interpreter twenty times as long as it is.
+import support.triton_interpreter  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

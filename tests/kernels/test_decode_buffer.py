@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.plans import admit
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.deepseek_folders import random_deepseek, save_deepseek
 from support.device_settings import TINY_SETTINGS

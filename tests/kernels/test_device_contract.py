@@ -4,7 +4,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import support.triton_interpreter  # noqa: F401  Patches what the interpreter gets wrong.
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.runner_contract import MAX_TOTAL_LEN, MODEL, NUM_PAGES, PAGE_SIZE, ModelRunnerContract

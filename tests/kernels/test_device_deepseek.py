@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.deepseek_folders import TINY_DEEPSEEK, V2_SHAPES, V3_SHAPES, random_deepseek
 from support.device_settings import TINY_SETTINGS

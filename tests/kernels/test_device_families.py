@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.family_folders import FAMILIES, family_folder, family_model

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.jobs import recited_ids

@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.drafting import speculation_of

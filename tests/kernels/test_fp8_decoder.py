@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from support.device_settings import TINY_SETTINGS

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.fp8_experts import random_experts
 from support.rounding import typical_chain_error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_gemm_tolerance
 

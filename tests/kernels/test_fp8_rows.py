@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_gemm_tolerance, sum_tolerance, unit_roundoff
 

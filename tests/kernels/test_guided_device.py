@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, run_amid_kills, text_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import typical_chain_error
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401  Patches what the interpreter gets wrong.
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.host_peer_memory import HostPeerMemory

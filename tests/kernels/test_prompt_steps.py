@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, PlanDriver, check_same, drive, logprob_tolerance
