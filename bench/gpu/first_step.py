@@ -77,12 +77,12 @@ class FirstSteps:
         if self.profile is not None:
             self.profile.enable()
         runner.admitted(admit)
-        handles = [runner.launch(_with(rows, 0, ()), [segment], 0)]
+        handles = [runner.launch(decode_rows(rows, 0, ()), [segment], 0)]
         if self.profile is not None:
             self.profile.disable()
         launched = time.perf_counter()
         behind = range(self._num_tokens + 1, self._num_tokens + 1 + _BEHIND)
-        handles += [runner.launch(_with(rows, position, (0,)), (), 0) for position in behind]
+        handles += [runner.launch(decode_rows(rows, position, (0,)), (), 0) for position in behind]
         outputs = [handles[0].result()]
         got = time.perf_counter()
         outputs += [handle.result() for handle in handles[1:]]
@@ -93,7 +93,8 @@ class FirstSteps:
         }
 
 
-def _with(tables: Mapping[str, np.ndarray], position: int, slots: tuple[int, ...]) -> DecodeRows:
+def decode_rows(tables: Mapping[str, np.ndarray], position: int, slots: tuple[int, ...]) -> DecodeRows:
+    """Rows of these slots, all at one position."""
     num = len(slots)
     if not num:
         return DecodeRows(**{**_fields(no_rows()), **tables})
