@@ -103,7 +103,7 @@ def main() -> None:
             attention_backend="triton",
             load_format="dummy",
             page_size=1,
-            num_pages=60_000,
+            num_pages=100_000,
             num_slots=128,
             max_tokens_per_step=8192,
             max_total_len=16384,
