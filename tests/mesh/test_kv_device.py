@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from mesh.test_kv_transfer import NUM_OUT, PROMPT, Pair, pages_of, pair, prefill
+from mesh.test_kv_transfer import NUM_OUT, PROMPT, Pair, error_of, pages_of, pair, prefill
 from mesh.test_kv_transports import PROCESS_S, given_to, until
 from mesh.test_late_writers import NUM_TOKENS, _ended, checksums
 from support.host_kv_device import HeldEvent, HostKvDevice
@@ -404,6 +404,22 @@ async def test_pages_that_are_granted_anew_while_they_are_scattered_to_wait_for_
         device.lands.set()
         assert (await result).ids.tolist() == [token]
         assert (both.core(1).executor.records.generations[list(target)] == 2).all()
+
+
+async def test_pages_that_do_not_hold_the_tokens_are_told_of_and_not_counted_on() -> None:
+    """Of four tokens each: those of some tokens are missing, on the side that sends, and on the side that receives."""
+    async with pair(sizes=(4, 4), transfer_transport=DEVICE, has_devices=True) as both:
+        await prefill(both, 0, 4)
+        pages = pages_of(4, 0, NUM_TOKENS)
+        region = await both.prepare("short")
+        refused = await error_of(both.start(region, pages[:-2], [1] * (len(pages) - 2)))
+        assert refused.reason_name == "PAGE_CONFLICT"
+        region = await both.prepare("t")
+        await both.start(region, pages, [1] * len(pages))
+        assert (await both.last_state("t")).state == worker_pb2.TRANSFER_STATE_WRITTEN
+        answer = await both.commit(range(30, 30 + len(pages) - 2), ids=list(range(3, 3 + NUM_TOKENS)))
+        assert answer.state == worker_pb2.TRANSFER_STATE_FAILED and answer.failure == Failure.PAGES
+        assert not both.core(1).executor.records.filled[30:].any()
 
 
 async def test_pages_that_another_epoch_has_granted_get_no_records() -> None:

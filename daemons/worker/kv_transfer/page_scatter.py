@@ -90,13 +90,19 @@ class ScatteredPieces:
     ) -> None:
         self._executor, self._target, self._shares = executor, target, shares
         self._epoch, self._after_step = epoch, after_step
-        self.numbers = _numbers_of(executor, target)
+        self._numbers: TokenNumbers | None = None
         self.is_granted = False
         """The pages are this transfer's, with the generations of its target."""
         self.num_tokens = [0] * len(shares)
         """Of each region, from the first one on."""
         self.copies: list[Copied] = []
         self._handles: list[StepHandle[None]] = []
+
+    def numbers(self) -> TokenNumbers:
+        """Of the target's tokens in the pool, once its pages are granted: they hold its tokens."""
+        if self._numbers is None:
+            self._numbers = _numbers_of(self._executor, self._target)
+        return self._numbers
 
     def are_pages_ours(self) -> bool:
         """False for pages that were granted by somebody else meanwhile, or that another epoch may grant."""
@@ -117,7 +123,7 @@ class ScatteredPieces:
             self.is_granted = True
         first, executor = self.num_tokens[region], self._executor
         copied = _scatter_tokens(
-            executor, self.numbers, memory, self._shares[region], range(first, end), self._after_step
+            executor, self.numbers(), memory, self._shares[region], range(first, end), self._after_step
         )
         self.num_tokens[region] = end
         self.copies.append(copied)
@@ -177,7 +183,7 @@ def _begin_scatter(
     if not is_granted:
         return None
     num_tokens = len(target.ids)
-    numbers = _numbers_of(executor, target) if pieces is None else pieces.numbers
+    numbers = _numbers_of(executor, target) if pieces is None else pieces.numbers()
     copies: list[Copied] = [] if begun is None else list(begun.copies)
     for number, (memory, _, share) in enumerate(parts):
         if not isinstance(memory, DevicePiece):

@@ -231,9 +231,10 @@ class KvTransfers:
             # Once for all pieces: their launches keep their order.
             ready = ready or asyncio.ensure_future(until_ready())
             await asyncio.shield(ready)
-            # So are the numbers of its tokens.
-            numbers = numbers or TokenNumbers(token_indexes(pages, first_token % size, request.num_tokens, size))
-            of_tokens = numbers.part(piece.start, piece.stop)
+            # So are the numbers of its tokens, if these are the pages of as many: what is wrong with them is found below.
+            if numbers is None and len(pages) * size >= first_token % size + request.num_tokens:
+                numbers = TokenNumbers(token_indexes(pages, first_token % size, request.num_tokens, size))
+            of_tokens = None if numbers is None else numbers.part(piece.start, piece.stop)
             start, stop = (first_token % size + token for token in (piece.start, piece.stop))
             of_piece = slice(start // size, -(-stop // size))
             tokens = range(start % size, start % size + len(piece))
