@@ -231,7 +231,7 @@ class KvTransfers:
             # Once for all pieces: their launches keep their order.
             ready = ready or asyncio.ensure_future(until_ready())
             await asyncio.shield(ready)
-            # So are the numbers of its tokens, if these are the pages of as many: what is wrong with them is found below.
+            # So are the numbers of its tokens, if the pages hold as many; begin_gather() refuses others.
             if numbers is None and len(pages) * size >= first_token % size + request.num_tokens:
                 numbers = TokenNumbers(token_indexes(pages, first_token % size, request.num_tokens, size))
             of_tokens = None if numbers is None else numbers.part(piece.start, piece.stop)
