@@ -33,7 +33,7 @@ def kv_transfers(_: Mapping[str, Any]) -> list[str]:
         *("## KV from process to process", ""),
         wrapped(
             f"Two processes on {got['gpus']} GPU, scattered pages on both sides, the receiver's region mapped by CUDA "
-            f"IPC (`{got['command']}`): from the first kernel until the receiver has scattered and compared the "
+            f"IPC (`{got['command']}`): from the first launch until the receiver has scattered and compared the "
             "stamps, messages included; medians. The kernels are `kernels/kv_copy.py`."
         ),
         "",
@@ -47,21 +47,11 @@ def _between_gpus() -> list[str]:
     got = read("h200x2-kv-transfer.json")
     cases = {(case["shape"], case["num_tokens"], case["pieces"], case["both_ways"]): case for case in got["cases"]}
     rows = [
-        [
-            shape,
-            f"{tokens:,}",
-            f"{case['mib']:,.0f}",
-            f"{pieces}",
-            f"{case['ms']:.2f}",
-            f"{case['gather_ms']:.2f}",
-            f"{case['scatter_ms']:.2f}",
-            f"{case['gb_s']:,.0f}",
-            f"{cases[shape, tokens, pieces, True]['gb_s']:,.0f}",
-        ]
+        [*_times(case), f"{cases[shape, tokens, pieces, True]['gb_s']:,.0f}"]
         for (shape, tokens, pieces, both_ways), case in cases.items()
         if not both_ways
     ]
-    columns = ["shape", "tokens", "MiB", "pieces", "ms", "gathers, ms", "scatters, ms", "GB/s", "GB/s, both ways"]
+    since = got["since"]
     return [
         wrapped(
             f"The same with a GPU for each process (two H200 of one host, commit {got['commit']}), gathered into the "
@@ -69,5 +59,27 @@ def _between_gpus() -> list[str]:
             "transfers at once, in opposite directions, together. Device times are sums over the pieces."
         ),
         "",
-        *table(columns, rows),
+        *table([*_TIMES, "GB/s, both ways"], rows),
+        "",
+        wrapped(
+            f"The same since copies are launched by numbers alone (commit {since['commit']}, `{since['command']}`):"
+        ),
+        "",
+        *table(_TIMES, [_times(case) for case in since["cases"]]),
+    ]
+
+
+_TIMES = ["shape", "tokens", "MiB", "pieces", "ms", "gathers, ms", "scatters, ms", "GB/s"]
+
+
+def _times(case: Mapping[str, Any]) -> list[str]:
+    return [
+        case["shape"],
+        f"{case['num_tokens']:,}",
+        f"{case['mib']:,.0f}",
+        f"{case['pieces']}",
+        f"{case['ms']:.2f}",
+        f"{case['gather_ms']:.2f}",
+        f"{case['scatter_ms']:.2f}",
+        f"{case['gb_s']:,.0f}",
     ]

@@ -24,17 +24,20 @@ _TILE_BYTES = 4 << 10
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
-@triton.jit(do_not_specialize=["first_plane", "second_plane", "indexes", "region", "num_tokens"])
+# The stride of layers is that of a pool's pages, as many as there is memory for: one kernel for all of them, which is
+# compiled once, and kept from one start to the next.
+@triton.jit(do_not_specialize=["first_plane", "second_plane", "layer_stride", "indexes", "region", "num_tokens"])
 def _copy_rows_kernel(
-    first_plane, second_plane, indexes, region, num_tokens,
-    LAYERS: tl.constexpr, LAYER_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW: tl.constexpr, TOKEN: tl.constexpr,
-    BEFORE: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
-    ALIGNED: tl.constexpr, IS_GATHER: tl.constexpr,
+    first_plane, second_plane, layer_stride, indexes, region, num_tokens,
+    LAYERS: tl.constexpr, STRIDE_ALIGNED: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW: tl.constexpr,
+    TOKEN: tl.constexpr, BEFORE: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    WORD: tl.constexpr, ALIGNED: tl.constexpr, IS_GATHER: tl.constexpr,
 ):  # fmt: skip
     # Rows of the first plane's layers, then of the second's.
     number = tl.program_id(1).to(tl.int64)
     plane = tl.where(number < LAYERS, first_plane, second_plane)
-    pool_ptr = tl.multiple_of(plane.to(tl.pointer_type(WORD)), ALIGNED) + number % LAYERS * LAYER_STRIDE
+    layer_start = number % LAYERS * tl.multiple_of(layer_stride, STRIDE_ALIGNED)
+    pool_ptr = tl.multiple_of(plane.to(tl.pointer_type(WORD)), ALIGNED) + layer_start
     region_ptr = tl.multiple_of(region.to(tl.pointer_type(WORD)), ALIGNED)
     first = tl.program_id(0) * TOKENS
     # TOKENS divides CHUNK: all tokens of a program are of one chunk.
@@ -67,9 +70,10 @@ class _Planes(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """tokens: of a program."""
+    """layer_stride: in its words. tokens: of a program."""
 
     kernel: PreparedKernel
+    layer_stride: int
     tokens: int
 
 
@@ -113,7 +117,8 @@ class RowCopies:
             self._variants[aligned, is_gather] = variants
         for planes, variant in zip(self._planes, variants, strict=True):
             programs = triton.cdiv(num_tokens, variant.tokens), planes.count * planes.layers
-            variant.kernel.launch(*programs, *planes.addresses, indexes_N.data_ptr(), address, num_tokens)
+            places = *planes.addresses, variant.layer_stride, indexes_N.data_ptr(), address
+            variant.kernel.launch(*programs, *places, num_tokens)
 
 
 def can_copy(planes: Sequence[torch.Tensor]) -> bool:
@@ -161,7 +166,7 @@ def _variant_of(planes: _Planes, token_bytes: int, aligned: int, *, is_gather: b
     kernel = PreparedKernel(
         _copy_rows_kernel,
         LAYERS=planes.layers,
-        LAYER_STRIDE=planes.layer_stride // word,
+        STRIDE_ALIGNED=math.gcd(16, planes.layer_stride // word),
         ROW_STRIDE=planes.row_stride // word,
         ROW=planes.row // word,
         TOKEN=token_bytes // word,
@@ -173,4 +178,4 @@ def _variant_of(planes: _Planes, token_bytes: int, aligned: int, *, is_gather: b
         ALIGNED=math.gcd(aligned, *planes.addresses),
         IS_GATHER=is_gather,
     )
-    return _Variant(kernel, tokens)
+    return _Variant(kernel, planes.layer_stride // word, tokens)

@@ -2,10 +2,11 @@
 
     python bench/gpu/beside.py --shape llama-3.1-8b --mib 64 256 1024
 
-In process: the runner is driven by hand. Steps of --rows rows are launched back to back; ahead of the third one KV is
-scattered to pages that no row has, from memory of the same GPU, or gathered from there, to such memory: as a worker
-copies what comes, and what it sends. Medians of --times rounds. device_ms: of each step; gap_ms: from the end of the
-step before; copy_ms: device time of the copy; late_ms: time by which all steps took longer than without a copy.
+In process: the runner is driven by hand. Steps of --rows rows are launched back to back; once two are, KV is scattered
+to pages that no row has, from memory of the same GPU, or gathered from there, to such memory: as a worker copies what
+comes, and what it sends. It runs beside the first steps: launches are ahead of them. Medians of --times rounds.
+device_ms: of each step; gap_ms: from the end of the step before; copy_ms: device time of the copy; late_ms: time by
+which all steps took longer than without a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.step_handle import DONE
 
-_STEPS, _COPIED_AHEAD_OF = 8, 2
+_STEPS, _LAUNCHED_BEFORE = 8, 2
 _MIB = 1 << 20
 
 
@@ -65,7 +66,7 @@ class Decodes:
         """One round."""
         handles, copied = [], None
         for step in range(_STEPS):
-            if step == _COPIED_AHEAD_OF and copy is not None:
+            if step == _LAUNCHED_BEFORE and copy is not None:
                 copied = copy()
             rows = decode_rows(self._tables, self._context + step, self._slots)
             handles.append(self._runner.launch(rows, (), 0))
@@ -122,11 +123,11 @@ def main() -> None:
     cases = [{"copy": "none", **plain}]
     others = np.random.default_rng(1).permutation(runner.num_pages // 2).astype(np.int32) + runner.num_pages // 2
     for mib in args.mib:
-        tokens = TokenNumbers(others[: mib * _MIB // token_bytes])
+        tokens = others[: mib * _MIB // token_bytes]
         piece = region.part(0, len(tokens) * token_bytes)
         copies = {
-            "scatter": lambda tokens=tokens, piece=piece: device.scatter(tokens, piece, None, DONE),
-            "gather": lambda tokens=tokens, piece=piece: device.gather(tokens, piece, None),
+            "scatter": lambda tokens=tokens, piece=piece: device.scatter(TokenNumbers(tokens), piece, None, DONE),
+            "gather": lambda tokens=tokens, piece=piece: device.gather(TokenNumbers(tokens), piece, None),
         }
         for name, copy in copies.items():
             got = measure(decodes, copy, args.times)

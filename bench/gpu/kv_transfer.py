@@ -225,13 +225,14 @@ class End:
         computed = DONE if case.at_once else self._step.begin()
         began_ns = time.monotonic_ns()
         copies, tokens = [], TokenNumbers(self.sources)
-        for piece in pieces:
-            tail = stamp if piece is pieces[-1] else b""
-            num_bytes = (piece.stop - piece.start) * token_bytes + len(tail)
-            place = target.part(STAMP_BYTES + piece.start * token_bytes, num_bytes)
-            copies.append(self._carry(case, tokens.part(piece.start, piece.stop), place, tail, computed))
-        if not case.at_once:
-            began_ns = self._step.end()
+        try:
+            for piece in pieces:
+                tail = stamp if piece is pieces[-1] else b""
+                num_bytes = (piece.stop - piece.start) * token_bytes + len(tail)
+                place = target.part(STAMP_BYTES + piece.start * token_bytes, num_bytes)
+                copies.append(self._carry(case, tokens.part(piece.start, piece.stop), place, tail, computed))
+        finally:
+            began_ns = began_ns if case.at_once else self._step.end()
         for copied in copies:
             copied.event.wait()
             gathered_ns = time.monotonic_ns()
@@ -291,7 +292,9 @@ class End:
 
     def _rows(self, indexes: IntArray, computed: DeviceEvent) -> Copied:
         def work() -> None:
-            chunks = torch.from_numpy(indexes).to(self.device.torch_device).long().split(CHUNK_TOKENS)
+            pinned = torch.from_numpy(indexes).pin_memory() if self._is_gpu else torch.from_numpy(indexes)
+            # Not a copy that waits for the step, which ends when this is launched.
+            chunks = pinned.to(self.device.torch_device, non_blocking=True).long().split(CHUNK_TOKENS)
             planes = self.pool.copied
             parts = [
                 plane[layer][chunk].flatten() for chunk in chunks for plane in planes for layer in range(len(plane))

@@ -52,7 +52,8 @@ class SlotColumns:
         self._kernel = PreparedKernel(_write_slots_kernel, num_warps=1, C=count, BLOCK=triton.next_power_of_2(count))
 
     def record(self, slot: int, *values: float) -> bytes:
-        """A slot's numbers, by the columns' order. Raises struct.error for numbers that a column cannot hold."""
+        """A slot's numbers, by the columns' order. Raises struct.error or OverflowError for what a column
+        cannot hold."""
         return self._record.pack(slot, *values)
 
     def packed(self, records: Sequence[bytes]) -> npt.NDArray[np.int32]:

@@ -62,3 +62,58 @@ def test_what_is_launched_behind_a_hold_sees_what_was_scattered() -> None:
     assert not copied.event.is_done
     device.hold(copied)
     assert runner.read_kv(targets).tobytes() == expected
+
+
+@torch.inference_mode()
+def test_what_is_fetched_is_there_behind_scatters_and_a_tail_behind_its_gather() -> None:
+    """On another stream the one would be read, and the other written, while the work ahead still runs."""
+    settings = replace(TINY_SETTINGS, attention_backend="torch", page_size=4, num_pages=150, max_total_len=64)
+    runner = load_cuda_runner(MODEL, settings)
+    device, num_bytes, tokens = runner.kv_device, 100 * runner.pool.token_bytes, np.arange(100, dtype=np.int32)
+    assert device is not None
+    region = DevicePiece(device.allocate(num_bytes + 8), num_bytes + 8)
+    body, tail = region.part(0, num_bytes), region.part(num_bytes, 8)
+    stamp = runner.device.host_ints(2)
+    stamp.fill_(0x01020304)
+    device.warm_up(region)
+    device.write(tail.address, bytes(8))
+
+    def arrives() -> None:
+        torch.cuda._sleep(400_000_000)
+        runner.device.copy_bytes(stamp.data_ptr(), tail.address, 8)
+
+    # What comes ahead of the scatter is what is fetched behind it.
+    runner.device.run_beside(arrives, DONE, is_urgent=False)
+    copied = device.scatter(TokenNumbers(tokens), body, None, DONE)
+    fetched = device.fetch([tail], copied, DONE)
+    assert not copied.event.is_done and not fetched.event.is_done and device.read(tail.address, 8) == bytes(8)
+    assert fetched.data() == [stamp.numpy().tobytes()]
+    # A gather waits for its step, and the tail with it.
+    device.write(tail.address, bytes(8))
+    with runner.device.in_order():
+        torch.cuda._sleep(400_000_000)
+        computed = runner.device.record_event()
+    gathered = device.gather(TokenNumbers(tokens), region, None, computed, tail=b"the tail")
+    assert not gathered.event.is_done and device.read(tail.address, 8) == bytes(8)
+    gathered.event.wait()
+    assert device.read(tail.address, 8) == b"the tail"
+    assert device.read(body.address, num_bytes) == runner.read_kv(tokens).tobytes()
+
+
+@torch.inference_mode()
+def test_work_that_fails_is_over_when_its_error_is_raised() -> None:
+    runner = load_cuda_runner(MODEL, replace(TINY_SETTINGS, attention_backend="torch"))
+    written = torch.zeros(1, device=runner.device.torch_device)
+
+    def fails() -> None:
+        torch.cuda._sleep(400_000_000)
+        written.fill_(1)
+        raise ValueError("the second launch")
+
+    for is_urgent in (False, True):
+        with pytest.raises(ValueError, match="the second launch"):
+            runner.device.run_beside(fails, DONE, is_urgent=is_urgent)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert written.item() == 1
+            written.zero_()
+            torch.cuda.current_stream().synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -106,6 +108,26 @@ def test_numbers_of_pieces_are_sent_once_in_each_direction(monkeypatch: pytest.M
             device.scatter(targets.part(start, stop), piece, None, after)
     assert sent == [300, 300, 300]
     assert runner.read_kv(targets.numbers).tobytes() == runner.read_kv(sources.numbers).tobytes()
+
+
+def test_what_a_device_has_of_numbers_goes_with_the_last_of_them() -> None:
+    """Not with a collection, which may be minutes away."""
+    gc.disable()
+    try:
+        whole = TokenNumbers(np.arange(8, dtype=np.int32))
+        part, sent = whole.part(2, 5), _Sent()
+        whole.sent["out"], gone = sent, weakref.ref(sent)
+        assert part.whole is whole.whole is whole and part.start == 2
+        del whole, sent
+        assert gone() is not None
+        del part
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class _Sent:
+    pass
 
 
 def test_pinned_memory_is_used_again_once_the_device_is_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.kv_share import WHOLE_KV
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.worker.config import WorkerSettings
+from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, Fetched
 from radixmesh.daemons.worker.kv_transfer.lifecycle import Failure
 from radixmesh.daemons.worker.kv_transfer.page_scatter import (
     ScatteredPieces,
@@ -170,6 +171,28 @@ def test_pieces_that_are_copied_ahead_are_named_behind_the_last_one() -> None:
     assert executor.runner.read_kv(target.pages).tobytes() == kv and executor.arriving.is_empty
     failure, seconds = rest.result()
     assert failure is Failure.NONE and seconds == pytest.approx(COPY_US * 1e-6), "of all pieces"
+
+
+def test_copies_are_over_when_what_follows_them_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of()
+    executor.begin_epoch(1)
+    pieces, target, part = pieces_of(executor, bytes(16 * executor.runner.kv_token_bytes))
+    copied: list[Copied] = []
+    scatter = executor.runner.kv_device.scatter
+
+    def noted(*args: object) -> Copied:
+        copied.append(scatter(*args))
+        return copied[-1]
+
+    def broken(*args: object) -> Fetched:
+        assert not copied[-1].event.is_done
+        raise RuntimeError("no launch")
+
+    monkeypatch.setattr(executor.runner.kv_device, "scatter", noted)
+    monkeypatch.setattr(executor.runner.kv_device, "fetch", broken)
+    with pytest.raises(RuntimeError, match="no launch"):
+        begin_scatter(executor, target, [part], 0, pieces=pieces)
+    assert len(copied) == 1 and copied[0].event.is_done
 
 
 @pytest.mark.parametrize("how", ["granted", "epoch"])

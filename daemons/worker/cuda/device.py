@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -342,6 +342,11 @@ class CudaDevice(Device):
                 start = CudaEvent(stream, self._spare)
                 work()
                 end = CudaEvent(stream, self._spare)
+            except BaseException:
+                # Nobody has an event of what was launched: memory that it uses would be another's while it runs.
+                with suppress(RuntimeError):
+                    stream.synchronize()
+                raise
             finally:
                 torch.cuda.set_stream(self._stream)
         return start, end

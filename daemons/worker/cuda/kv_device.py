@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,14 +29,16 @@ from radixmesh.daemons.worker.step_handle import DONE, DeviceEvent
 
 # Of pinned memory, made at a time.
 _NEW_SLOTS = 32
+# Numbers of tokens that an upload takes without a copy engine, which may be busy with KV.
+_UPLOADED = 32768
 
 
 class _Gather:
-    """A gather that may run, of these tokens. end: of its copy."""
+    """A gather that may run. numbers: int32, of the tokens that it reads. end: of its copy."""
 
-    def __init__(self, tokens: TokenNumbers, end: TimedEvent, pool: KvPool) -> None:
+    def __init__(self, numbers: IntArray, end: TimedEvent, pool: KvPool) -> None:
         self.end = end
-        self._tokens, self._pool = tokens, pool
+        self._numbers, self._pool = numbers, pool
         self._is_read: npt.NDArray[np.bool_] | None = None
 
     def reads(self, pages: IntArray) -> bool:
@@ -43,13 +46,13 @@ class _Gather:
         if self._is_read is None:
             # Not ahead of the first question: whoever asks for a gather waits for it.
             self._is_read = np.zeros(self._pool.num_pages + 1, np.bool_)
-            self._is_read[self._tokens.numbers // self._pool.page_size] = True
+            self._is_read[self._numbers // self._pool.page_size] = True
         return bool(self._is_read[pages].any())
 
 
 class _Slots:
     """Pinned memory of MAX_TAIL_BYTES each, which kernels read and write. Slots go back with an event: until then the
-    device may use them."""
+    device may use them. Any thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -57,19 +60,21 @@ class _Slots:
         self._free: list[int] = []
         """Addresses."""
         self._used: deque[tuple[TimedEvent, int]] = deque()
+        self._taking = threading.Lock()
 
     def take(self) -> int:
         """The address of one."""
-        if self._used and self._used[0][0].is_done:
-            return self._used.popleft()[1]
-        if not self._free:
-            block = self._device.host_ints(_NEW_SLOTS, MAX_TAIL_BYTES // 4)
-            self._blocks.append(block)
-            self._free = [block.data_ptr() + at * MAX_TAIL_BYTES for at in range(_NEW_SLOTS)]
-        return self._free.pop()
+        with self._taking:
+            if self._used and self._used[0][0].is_done:
+                return self._used.popleft()[1]
+            if not self._free:
+                block = self._device.host_ints(_NEW_SLOTS, MAX_TAIL_BYTES // 4)
+                self._blocks.append(block)
+                self._free = [block.data_ptr() + at * MAX_TAIL_BYTES for at in range(_NEW_SLOTS)]
+            return self._free.pop()
 
     def give_back(self, slot: int, event: TimedEvent) -> None:
-        """Any thread."""
+        """Without the lock: a collection may end readings while another slot is taken."""
         self._used.append((event, slot))
 
 
@@ -123,7 +128,7 @@ class PoolDevice(KvDevice):
         start, end = self._device.run_beside(copy, after, is_urgent=True)
         if tail:
             self._slots.give_back(slot, end)
-        self._gathers.append(_Gather(tokens, end, self._pool))
+        self._gathers.append(_Gather(tokens.numbers, end, self._pool))
         return _copied(start, end)
 
     def overwritten(self, pages: IntArray) -> None:
@@ -218,7 +223,8 @@ class PoolDevice(KvDevice):
 
     def _uploaded(self, numbers: IntArray) -> torch.Tensor:
         uploaded = torch.empty(len(numbers), dtype=torch.int32, device=self._device.torch_device)
-        self._device.upload(numbers, uploaded)
+        for start in range(0, len(numbers), _UPLOADED):
+            self._device.upload(numbers[start : start + _UPLOADED], uploaded[start:])
         return uploaded
 
 

@@ -40,10 +40,16 @@ class TokenNumbers:
     def __init__(self, numbers: IntArray, whole: TokenNumbers | None = None, start: int = 0) -> None:
         """whole: of which these are a part, from `start` on."""
         self.numbers = numbers
-        self.whole = self if whole is None else whole
+        # None and not itself: what a device has of them goes with the last copy, not with a collection.
+        self._whole = whole
         self.start = start
         self.sent: dict[str, object] = {}
         """Of a whole: what a device has of it, by direction."""
+
+    @property
+    def whole(self) -> TokenNumbers:
+        """Those of which these are a part, or themselves."""
+        return self if self._whole is None else self._whole
 
     def __len__(self) -> int:
         return len(self.numbers)

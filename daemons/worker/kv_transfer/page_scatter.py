@@ -185,15 +185,21 @@ def _begin_scatter(
     num_tokens = len(target.ids)
     numbers = _numbers_of(executor, target) if pieces is None else pieces.numbers()
     copies: list[Copied] = [] if begun is None else list(begun.copies)
-    for number, (memory, _, share) in enumerate(parts):
-        if not isinstance(memory, DevicePiece):
-            _write(executor.runner, target.pages, num_tokens, memory, share)
-            continue
-        rest = range(0 if begun is None else begun.num_tokens[number], num_tokens)
-        if rest:
-            copies.append(_scatter_tokens(executor, numbers, memory, share, rest, after_step))
-    # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
-    stamps = _fetched_stamps(executor, parts, copies[-1], after_step)
+    try:
+        for number, (memory, _, share) in enumerate(parts):
+            if not isinstance(memory, DevicePiece):
+                _write(executor.runner, target.pages, num_tokens, memory, share)
+                continue
+            rest = range(0 if begun is None else begun.num_tokens[number], num_tokens)
+            if rest:
+                copies.append(_scatter_tokens(executor, numbers, memory, share, rest, after_step))
+        # Behind the scatter: a writer that is late would have changed the stamps of another region by now.
+        stamps = _fetched_stamps(executor, parts, copies[-1], after_step)
+    except BaseException:
+        # Whoever is told of it takes regions and pages for free.
+        for copied in copies:
+            copied.event.wait()
+        raise
 
     def collect() -> tuple[Failure, float]:
         for copied in copies:
