@@ -254,7 +254,8 @@ class End:
             told_ns = time.monotonic_ns()
             body = region.part(STAMP_BYTES + piece.start * token_bytes, (piece.stop - piece.start) * token_bytes)
             if case.way == "host":
-                self._beside(body.address, self._host_address, body.num_bytes).event.wait()
+                in_host = self._host_address + piece.start * token_bytes
+                self._beside(body.address, in_host, body.num_bytes).event.wait()
             copies.append(self.kv.scatter(tokens.part(piece.start, piece.stop), body, None, DONE))
         launched_ns = time.monotonic_ns()
         ends = [region.part(start, STAMP_BYTES) for start in (0, region.num_bytes - STAMP_BYTES)]
@@ -287,7 +288,8 @@ class End:
         gathered = (
             self._rows(tokens.numbers, computed) if case.way == "rows" else self.kv.gather(tokens, own, None, computed)
         )
-        copied = self._beside(self._host_address if case.way == "host" else target.address, own.address, own.num_bytes)
+        in_host = self._host_address + target.address - self._target - STAMP_BYTES
+        copied = self._beside(in_host if case.way == "host" else target.address, own.address, own.num_bytes)
         return Copied(copied.event, lambda: gathered.seconds() + copied.seconds())
 
     def _rows(self, indexes: IntArray, computed: DeviceEvent) -> Copied:
