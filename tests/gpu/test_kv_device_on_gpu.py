@@ -82,7 +82,7 @@ def test_what_is_fetched_is_there_behind_scatters_and_a_tail_behind_its_gather()
         torch.cuda._sleep(400_000_000)
         runner.device.copy_bytes(stamp.data_ptr(), tail.address, 8)
 
-    # What comes ahead of the scatter is what is fetched behind it.
+    # The bytes that come ahead of the scatter are those fetched behind it.
     runner.device.run_beside(arrives, DONE, is_urgent=False)
     copied = device.scatter(TokenNumbers(tokens), body, None, DONE)
     fetched = device.fetch([tail], copied, DONE)

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.device import CudaDevice, HostDevice
 from radixmesh.daemons.worker.cuda.step.sampling import slot_sampler
 from radixmesh.daemons.worker.cuda.step.sampling.slot_sampler import SlotSampler, needs_of
-from radixmesh.kernels.sampling.sample_params import Needs
+from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 
 _ROWS, _VOCAB = 24, 13
 
@@ -61,9 +61,13 @@ def test_logprobs_are_a_need_of_their_own() -> None:
 def test_a_warm_up_leaves_all_slots_greedy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("compile_sampling", "compile_logprobs"):
         monkeypatch.setattr(slot_sampler, name, lambda *arguments: None)
+    made, allocate = list[SampleParams](), SampleParams.allocate
+    monkeypatch.setattr(
+        SampleParams, "allocate", lambda *sizes, **more: made.append(allocate(*sizes, **more)) or made[0]
+    )
     used = CudaDevice() if device.type == "cuda" else HostDevice()
     sampler = SlotSampler(2, max_rows=_ROWS, vocab_size=_VOCAB, max_total_len=20, device=used)
-    params = sampler._params
+    [params] = made
     before = [getattr(params, field.name).clone() for field in fields(params)]
     sampler.warm_up(torch.float32)
     assert all(torch.equal(getattr(params, field.name), was) for field, was in zip(fields(params), before, strict=True))

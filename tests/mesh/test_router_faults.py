@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -149,17 +150,22 @@ async def test_the_router_dies_and_the_client_goes_on(num_routers: int) -> None:
     async with router_mesh(routers=num_routers) as mesh, mesh.client() as client:
         mesh.fakes[0].step_s = 0.003
 
+        def has_resumed() -> bool:
+            return any(submit.attempt >> 16 for submit in mesh.fakes[0].submits)
+
         async def kill() -> None:
-            for i in range(6):
+            for i in itertools.count():
                 await asyncio.sleep(0.05)
                 await mesh.routers[i % num_routers].restart()
+                # A slow machine may end a router before any stream has begun.
+                if i >= 5 and has_resumed():
+                    return
 
-        killer = asyncio.create_task(kill())
-        while not killer.done():
-            await run_many(client, range(12))
-        await killer
-        attempts = {submit.attempt >> 16 for submit in mesh.fakes[0].submits}
-        assert max(attempts) >= 1  # Clients did resume.
+        async with asyncio.timeout(60):
+            killer = asyncio.create_task(kill())
+            while not killer.done():
+                await run_many(client, range(12))
+            await killer
 
 
 async def test_resume_at_every_cut_point() -> None:
