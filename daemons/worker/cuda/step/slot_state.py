@@ -50,13 +50,14 @@ class SlotState:
         """Page table entries of `slots` that the device does not have yet, int32 [entries, 2]: the index in the flat
         tables, and the page. They count as sent. Those of slots that lack many are sent at once, and not among them."""
         counts, sent = num_pages[slots], self._num_sent[slots]
-        if int(counts.sum()) - int(sent.sum()) >= _MANY_ENTRIES:
-            for slot in slots[counts - sent >= _MANY_ENTRIES].tolist():
+        lacking = counts - sent
+        if lacking.max(initial=0) >= _MANY_ENTRIES:
+            for slot in slots[lacking >= _MANY_ENTRIES].tolist():
                 start, stop = self._num_sent[slot], num_pages[slot]
                 self._device.upload(page_tables[slot, start:stop], self.page_tables[slot, start:stop])
                 self._num_sent[slot] = stop
             sent = self._num_sent[slots]
-        lacking = counts - sent
+            lacking = counts - sent
         num_new = int(lacking.sum())
         entries = np.empty((num_new, 2), np.int32)
         if num_new:
