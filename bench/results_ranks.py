@@ -14,19 +14,22 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
     load, beyond = pair["layouts"]["pairs"]["hand-over"], pair["beyond_ms"]
     earlier, since, last = read("h100x2-pd.json"), pair["since"], read("h200x2-pd-hand-over-tokens-first.json")
     last = {"commit": last["commit"], "beyond_ms": last["runs"]["pd-8b"]["beyond_ms"]}
+    by_numbers = read("h200x2-pd-by-numbers.json")
     others = [
         f"commit {got['commit']} {got['beyond_ms']['token_1']:.1f} and {got['beyond_ms']['token_2']:.1f}"
-        for got in (earlier, since, last)
+        for got in (earlier, since, last, by_numbers)
     ]
     beside = [
         [
             {"pairs": "pair", "mixed": "two replicas"}[layout],
+            got["commit"],
             f"{case['decodes']['out_tok_s']:,.0f}",
             *(f"{case['decodes']['itl_ms'][name]:.1f}" for name in ("p50", "p99")),
             f"{case['prompts']['ttft_ms']['p50']:.0f}",
         ]
+        for got in (pair, by_numbers)
         for layout in ("pairs", "mixed")
-        for case in (pair["layouts"][layout]["prompts"]["2/s"],)
+        for case in (got["layouts"][layout]["prompts"]["2/s"],)
     ]
     by_rows = [
         [name, *(f"{ways[way][name][count]:,.0f}" for way in ways for count in ways[way][name])]
@@ -55,12 +58,12 @@ def two_gpus(_: Mapping[str, Any]) -> list[str]:
             f"A prompt of {load['prompt']:,} tokens of Llama-3.1-8B's shape, computed by one GPU and decoded by the "
             f"other, one at a time (`{pair['command']}`): the first token comes {beyond['token_1']:.1f} ms later than "
             f"from a replica that does both, the second {beyond['token_2']:.1f}, medians; on two H100 with "
-            f"{others[0]}; with {others[1]}; with {others[2]}. 32 "
+            f"{others[0]}; with {others[1]}; with {others[2]}; with {others[3]}. 32 "
             "outputs beside prompts of 8,192 tokens, two a second, through a pair and through two replicas with "
             "chunked prefill:"
         ),
         "",
-        *table(["", "tokens a second", "ITL p50, ms", "p99", "TTFT of prompts p50, ms"], beside),
+        *table(["", "commit", "tokens a second", "ITL p50, ms", "p99", "TTFT of prompts p50, ms"], beside),
     ]
 
 

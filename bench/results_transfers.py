@@ -51,25 +51,33 @@ def _between_gpus() -> list[str]:
         for (shape, tokens, pieces, both_ways), case in cases.items()
         if not both_ways
     ]
-    since = got["since"]
+    at_once, before = got["at_once"], got["before"]
     return [
         wrapped(
-            f"The same with a GPU for each process (two H200 of one host, commit {got['commit']}), gathered into the "
-            "other's region, in pieces of which one is scattered while the next is gathered; both ways: of two "
+            f"The same with a GPU for each process (two H200 of one host, commit {got['commit']}, "
+            f"`{got['command']}`), gathered into the other's region, in pieces of which one is scattered while the "
+            "next is gathered, from the end of the step that the gathers are launched behind; both ways: of two "
             "transfers at once, in opposite directions, together. Device times are sums over the pieces."
         ),
         "",
         *table([*_TIMES, "GB/s, both ways"], rows),
         "",
         wrapped(
-            f"The same since copies are launched by numbers alone (commit {since['commit']}, `{since['command']}`):"
+            f"The same with launches that begin with the transfer, of processes that have waited (`--at-once`, commit "
+            f"{at_once['commit']}), and before kernels were launched by numbers (commit {before['commit']}):"
         ),
         "",
-        *table(_TIMES, [_times(case) for case in since["cases"]]),
+        *table([*_TIMES, "GB/s before"], [[*_times(case), _rate_of(case, before)] for case in at_once["cases"]]),
     ]
 
 
 _TIMES = ["shape", "tokens", "MiB", "pieces", "ms", "gathers, ms", "scatters, ms", "GB/s"]
+
+
+def _rate_of(case: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The rate that the same case had in another run."""
+    names = ("shape", "num_tokens", "pieces", "both_ways", "way")
+    return next(f"{one['gb_s']:,.0f}" for one in before["cases"] if all(one[name] == case[name] for name in names))
 
 
 def _times(case: Mapping[str, Any]) -> list[str]:
