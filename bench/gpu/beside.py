@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,12 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from gpu.first_step import decode_rows
-from gpu.shapes import write_shape
+from gpu.first_step import decode_rows, dummy_runner
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.kv_transfer.device_memory import Copied, DevicePiece, TokenNumbers
 from radixmesh.daemons.worker.step_handle import DONE
@@ -98,22 +95,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--times", type=int, default=15)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = DeviceSettings(
-            dtype="bfloat16",
-            attention_backend="triton",
-            load_format="dummy",
-            page_size=1,
-            num_pages=100_000,
-            num_slots=128,
-            max_tokens_per_step=8192,
-            max_total_len=16384,
-            mem_fraction=0.88,
-            cuda_graphs=True,
-            use_pdl=True,
-            deterministic=False,
-        )
-        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    runner = dummy_runner(args.shape, num_pages=100_000)
     device, token_bytes = runner.kv_device, runner.kv_token_bytes
     assert device is not None
     region = DevicePiece(address := device.allocate(max(args.mib) * _MIB), max(args.mib) * _MIB)

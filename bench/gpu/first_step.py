@@ -93,6 +93,26 @@ class FirstSteps:
         }
 
 
+def dummy_runner(shape: str, *, num_pages: int) -> DeviceRunner:
+    """Of a shape with random weights, and pages of one token."""
+    settings = DeviceSettings(
+        dtype="bfloat16",
+        attention_backend="triton",
+        load_format="dummy",
+        page_size=1,
+        num_pages=num_pages,
+        num_slots=NUM_SLOTS,
+        max_tokens_per_step=8192,
+        max_total_len=16384,
+        mem_fraction=0.88,
+        cuda_graphs=True,
+        use_pdl=True,
+        deterministic=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        return load_cuda_runner(write_shape(shape, Path(folder)), settings)
+
+
 def decode_rows(tables: Mapping[str, np.ndarray], position: int, slots: tuple[int, ...]) -> DecodeRows:
     """Rows of these slots, all at one position."""
     num = len(slots)
@@ -136,22 +156,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=40, metavar="STEPS")
     parser.add_argument("--results", type=Path, default=None, metavar="FILE")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = DeviceSettings(
-            dtype="bfloat16",
-            attention_backend="triton",
-            load_format="dummy",
-            page_size=1,
-            num_pages=40_000,
-            num_slots=NUM_SLOTS,
-            max_tokens_per_step=8192,
-            max_total_len=16384,
-            mem_fraction=0.88,
-            cuda_graphs=True,
-            use_pdl=True,
-            deterministic=False,
-        )
-        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    runner = dummy_runner(args.shape, num_pages=40_000)
     steps = FirstSteps(runner, args.prompt, args.temperature)
     for _ in range(10):
         steps.run(0)
