@@ -116,7 +116,7 @@ class Case(NamedTuple):
 
 
 class Told(NamedTuple):
-    """One transfer, as its sender knows it: nanoseconds of the host's monotonic clock, each since the one before;
+    """One transfer, as its sender knows it: times by the host's monotonic clock, in nanoseconds and in this order;
     seconds of its copies."""
 
     began_ns: int
@@ -131,6 +131,7 @@ class Told(NamedTuple):
     scatter_s: float
 
     def stages_ms(self) -> list[float]:
+        """Of _STAGES, each from the end of the one before."""
         times = self[: Told._fields.index("ended_ns") + 1]
         return [(end - start) / 1e6 for start, end in itertools.pairwise(times)]
 

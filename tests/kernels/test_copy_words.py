@@ -1,4 +1,4 @@
-"""Words that the device copies against the reference."""
+"""Words that the device copies, from the host and back."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from radixmesh.worker.v1 import worker_pb2
 HANDLE_BYTES = 64
 """Of CUDA's name of an allocation."""
 MAX_TAIL_BYTES = 64
+"""Of what gather() writes behind KV, and fetch() brings from one place."""
 _ALIGNMENT = 256
 
 

@@ -1,6 +1,6 @@
 """Time of decode steps while KV is copied beside them, as it is on both sides of a transfer.
 
-    python bench/gpu/beside.py --shape llama-3.1-8b --mib 64 256 1024
+    python bench/gpu/copies_beside_steps.py --shape llama-3.1-8b --mib 64 256 1024
 
 In process: the runner is driven by hand. Steps of --rows rows are launched back to back; once two are, KV is scattered
 to pages that no row has, from memory of the same GPU, or gathered from there, to such memory: as a worker copies what
